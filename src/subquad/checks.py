@@ -1,0 +1,291 @@
+"""Every check of user input, and the only place that words its errors: what was asked, what came, what to do.
+
+Functions named after a thing raise if it is wrong; functions with a `no_` or `not_` name build an error to raise.
+"""
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.errors import BackendError, ConfigError, DtypeError, MaskError, ShapeError
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+BACKENDS = ("auto", "torch")
+
+
+def _shape(tensor: Tensor) -> str:
+    return "[" + ", ".join(map(str, tensor.shape)) + "]"
+
+
+# Tensors --------------------------------------------------------------------------------------------------------------
+
+
+def qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q `[B, H, T, D]`, k `[B, K, S, D]`, v `[B, K, S, Dv]`, H a multiple of K; one float dtype, one device."""
+    qk(op, q, k)
+    _tensors(op, q=q, k=k, v=v)
+    if v.shape[:3] != k.shape[:3]:
+        raise ShapeError(
+            f"{op}: v must have the batch, heads and length of k, got k {_shape(k)} and v {_shape(v)}"
+        )
+
+
+def qk(op: str, q: Tensor, k: Tensor) -> None:
+    _tensors(op, q=q, k=k)
+    if q.shape[0] != k.shape[0]:
+        raise ShapeError(f"{op}: q and k must share the batch size, got q {_shape(q)} and k {_shape(k)}")
+    if q.shape[3] != k.shape[3]:
+        raise ShapeError(f"{op}: q and k must share the head dim (last), got q {_shape(q)} and k {_shape(k)}")
+    if q.shape[1] % k.shape[1]:
+        raise ShapeError(
+            f"{op}: the heads of q must be a multiple of those of k and v, got {q.shape[1]} and {k.shape[1]}"
+        )
+
+
+def _tensors(op: str, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise DtypeError(f"{op}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 4:
+            raise ShapeError(f"{op}: {name} must be [batch, heads, length, dim], got {_shape(tensor)}")
+        if 0 in tensor.shape:
+            raise ShapeError(f"{op}: {name} must have no empty dimension, got {_shape(tensor)}")
+        if tensor.dtype not in FLOAT_DTYPES:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
+            raise DtypeError(f"{op}: {name} must be one of {names}, got {str(tensor.dtype).removeprefix('torch.')}")
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    if len(set(dtypes.values())) > 1:
+        raise DtypeError(f"{op}: {_list(tensors)} must share one dtype, got {', '.join(dtypes.values())}")
+    devices = {name: str(tensor.device) for name, tensor in tensors.items()}
+    if len(set(devices.values())) > 1:
+        raise BackendError(f"{op}: {_list(tensors)} must be on one device, got {', '.join(devices.values())}")
+
+
+def _list(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}"
+
+
+def head_dim(op: str, expected: int, q: Tensor) -> None:
+    if q.shape[-1] != expected:
+        raise ShapeError(f"{op}: made for head_dim={expected}, got q {_shape(q)}")
+
+
+def causal_lengths(op: str, q: Tensor, k: Tensor) -> None:
+    if q.shape[2] != k.shape[2]:
+        raise ShapeError(
+            f"{op}: causal=True needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}; "
+            "to continue a sequence, use extend(q, k, v, state)"
+        )
+
+
+def extend_lengths(op: str, q: Tensor, k: Tensor) -> None:
+    if q.shape[2] != k.shape[2]:
+        raise ShapeError(
+            f"{op}: extend takes the new tokens only, as many queries as keys, got {q.shape[2]} and {k.shape[2]}"
+        )
+
+
+def self_attention(op: str, q: Tensor, k: Tensor, advice: str = "") -> None:
+    if q.shape[2] != k.shape[2]:
+        raise ShapeError(
+            f"{op}: compares positions, so it needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}"
+            + (f"; {advice}" if advice else "")
+        )
+
+
+def key_mask(op: str, mask: Tensor | None, k: Tensor) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        raise MaskError(f"{op}: key_mask must be a bool tensor, got {type(mask).__name__}")
+    if mask.dtype != torch.bool:
+        raise MaskError(
+            f"{op}: key_mask must be bool, True where the token is real, got {str(mask.dtype).removeprefix('torch.')}; "
+            "use mask.bool() if 1 means real"
+        )
+    if mask.shape != (k.shape[0], k.shape[2]):
+        raise MaskError(
+            f"{op}: key_mask must be [batch, keys] = [{k.shape[0]}, {k.shape[2]}], got {_shape(mask)}"
+        )
+    if mask.device != k.device:
+        raise BackendError(f"{op}: key_mask must be on the device of k, got {mask.device} and {k.device}")
+
+
+def rows(op: str, rows: Tensor | None, q: Tensor) -> None:
+    if rows is None:
+        return
+    if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
+        raise ShapeError(f"{op}: rows must be a 1-D int64 tensor of query positions")
+    if rows.numel() and not (0 <= int(rows.min()) and int(rows.max()) < q.shape[2]):
+        raise ShapeError(f"{op}: rows must lie in 0..{q.shape[2] - 1}, got {int(rows.min())}..{int(rows.max())}")
+
+
+def state(op: str, state: Any, kind: type, shapes: Sequence[tuple[int | None, ...]]) -> None:
+    """A state made by the same mechanism for the same batch, heads and dims; None in a shape fits any size."""
+    if not isinstance(state, kind):
+        raise ShapeError(f"{op}: state must be a {kind.__name__} returned by extend, got {type(state).__name__}")
+    for name, tensor, shape in zip(kind._fields, state, shapes, strict=True):  # type: ignore[attr-defined]
+        if tensor.dim() != len(shape) or any(
+            want not in (None, got) for want, got in zip(shape, tensor.shape, strict=True)
+        ):
+            wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
+            raise ShapeError(
+                f"{op}: state.{name} must be {wanted} for these inputs, got {_shape(tensor)}; "
+                "it comes from another batch or mechanism"
+            )
+
+
+def feature_map(op: str, map: Any, q: Tensor, k: Tensor) -> None:
+    if map.head_dim != q.shape[-1]:
+        raise ShapeError(f"{op}: the feature map is for head_dim={map.head_dim}, got q {_shape(q)}")
+    heads = map.query.shape[0]
+    if heads not in (1, k.shape[1], q.shape[1]):
+        raise ShapeError(
+            f"{op}: the feature map has {heads} heads, but k has {k.shape[1]} and q {q.shape[1]}; "
+            "make it with num_heads = the heads of k"
+        )
+    if map.query.device != q.device:
+        raise BackendError(f"{op}: the feature map is on {map.query.device}, q on {q.device}; move one of them")
+
+
+def projection_heads(op: str, weight: Tensor, k: Tensor) -> None:
+    if weight.shape[0] not in (1, k.shape[1]):
+        raise ShapeError(
+            f"{op}: the projection has {weight.shape[0]} heads, but k has {k.shape[1]}; "
+            "make it with num_heads = the heads of k"
+        )
+    if weight.device != k.device:
+        raise BackendError(f"{op}: the projection is on {weight.device}, k on {k.device}; move one of them")
+
+
+def forward(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, key_mask_: Tensor | None) -> None:
+    """What every mechanism's forward asks of its inputs."""
+    qkv(mechanism.name, q, k, v)
+    _common(mechanism, q, k, causal, key_mask_)
+
+
+def matrix(mechanism: Any, q: Tensor, k: Tensor, causal: bool, key_mask_: Tensor | None, rows_: Tensor | None) -> None:
+    qk(mechanism.name, q, k)
+    _common(mechanism, q, k, causal, key_mask_)
+    rows(mechanism.name, rows_, q)
+
+
+def extend(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, key_mask_: Tensor | None) -> None:
+    qkv(mechanism.name, q, k, v)
+    head_dim(mechanism.name, mechanism.head_dim, q)
+    extend_lengths(mechanism.name, q, k)
+    key_mask(mechanism.name, key_mask_, k)
+
+
+def _common(mechanism: Any, q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> None:
+    head_dim(mechanism.name, mechanism.head_dim, q)
+    if causal:
+        causal_lengths(mechanism.name, q, k)
+    if mechanism.positional:
+        self_attention(mechanism.name, q, k, mechanism.cross_attention_advice)
+    key_mask(mechanism.name, mask, k)
+
+
+# Options --------------------------------------------------------------------------------------------------------------
+
+
+def count(op: str, name: str, value: Any, minimum: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"{op}: {name} must be a whole number of at least {minimum}, got {value!r}")
+    return value
+
+
+def optional_count(op: str, name: str, value: Any, minimum: int = 1) -> int | None:
+    return None if value is None else count(op, name, value, minimum)
+
+
+def seed(op: str, value: Any) -> int:
+    return count(op, "seed", value, minimum=0)
+
+
+def scale(op: str, value: Any, head_dim: int) -> float:
+    """The given scale, or 1/sqrt(head_dim)."""
+    if value is None:
+        return head_dim**-0.5
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ConfigError(f"{op}: scale must be a positive finite number, got {value!r}")
+    return float(value)
+
+
+def choice(op: str, name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{op}: {name} must be one of {', '.join(choices)}, got {value!r}{_guess(value, choices)}")
+
+
+def backend(op: str, value: Any) -> None:
+    choice(op, "backend", value, BACKENDS)
+
+
+def mechanism_name(name: Any, known: Sequence[str]) -> None:
+    if name not in known:
+        raise ConfigError(f"unknown attention {name!r}{_guess(name, known)}; known: {', '.join(known)}")
+
+
+def option_names(name: str, given: Iterable[str], known: Sequence[str]) -> None:
+    for option in given:
+        if option not in known:
+            raise ConfigError(f"{name}: unknown option {option!r}{_guess(option, known)}; options: {', '.join(known)}")
+
+
+def _guess(value: Any, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+# Errors to raise ------------------------------------------------------------------------------------------------------
+
+
+def odd_hyperbolic(num_features: int) -> ConfigError:
+    return ConfigError(
+        f"favor: estimator='hyperbolic' uses every row with both signs, so num_features must be even, got {num_features}"
+    )
+
+
+def not_with_trigonometric(near: int, sinks: int) -> ConfigError:
+    return ConfigError(
+        "favor: estimator='trigonometric' has signed features, which cannot share a normaliser with exact weights; "
+        f"use near=0, sinks=0, got near={near}, sinks={sinks}"
+    )
+
+
+def only_with_projection(option: str) -> ConfigError:
+    return ConfigError(f"linear: {option} belongs to the random projection; give num_features too, or leave it out")
+
+
+def nothing_to_redraw() -> ConfigError:
+    return ConfigError("linear: nothing to redraw without a random projection; give num_features")
+
+
+def not_a_feature_map(value: Any, known: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"linear: feature_map must be one of {', '.join(known)} or a function of a tensor, "
+        f"got {value!r}{_guess(value, known)}"
+    )
+
+
+def no_causal(op: str, why: str) -> ConfigError:
+    return ConfigError(f"{op}: causal=True is not possible: {why}")
+
+
+def no_state(op: str, why: str) -> ConfigError:
+    return ConfigError(f"{op}: extend is not possible: {why}")
+
+
+def no_double_backward() -> BackendError:
+    return BackendError(
+        "subquad: second derivatives are not implemented in the fast engine; differentiate mechanism.reference(...) twice"
+    )
+
+
+def no_vmap() -> BackendError:
+    return BackendError("subquad: torch.vmap is not supported; fold the mapped dimension into the batch")

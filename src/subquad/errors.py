@@ -1,0 +1,25 @@
+"""Every error subquad raises on purpose. Each is also the builtin error a caller would expect."""
+
+
+class SubquadError(Exception):
+    """Base of all errors raised by subquad."""
+
+
+class ShapeError(SubquadError, ValueError):
+    """Tensors whose sizes do not fit together, or do not fit the mechanism."""
+
+
+class DtypeError(SubquadError, TypeError):
+    """A tensor of the wrong element type, or something that is no tensor at all."""
+
+
+class MaskError(SubquadError, ValueError):
+    """A mask of the wrong type or shape."""
+
+
+class ConfigError(SubquadError, ValueError):
+    """An option that does not exist, or a value it cannot take."""
+
+
+class BackendError(SubquadError, RuntimeError):
+    """Something the engine, the device or the transform at hand cannot do."""

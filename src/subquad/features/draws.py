@@ -1,0 +1,26 @@
+"""Gaussian projection rows: every row is N(0, I) on its own, `coupling` says how rows depend on each other."""
+
+import torch
+from torch import Tensor
+
+from subquad import checks
+
+COUPLINGS = ("iid", "orthogonal")
+
+
+def haar(dim: int, generator: torch.Generator) -> Tensor:
+    """A `[dim, dim]` rotation or reflection, uniform over the orthogonal group, float64."""
+    q, r = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))
+    # QR fixes the signs of R by its algorithm, not at random; without this factor Q is not uniform
+    # and the features are biased along (1, ..., 1).
+    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+
+
+def gaussian_rows(rows: int, dim: int, coupling: str, generator: torch.Generator) -> Tensor:
+    """`[rows, dim]` float64. "orthogonal": rows within each block of `dim` are orthogonal, with chi-distributed norms."""
+    checks.choice("draws", "coupling", coupling, COUPLINGS)
+    if coupling == "iid":
+        return torch.randn(rows, dim, generator=generator, dtype=torch.float64)
+    blocks = [haar(dim, generator) for _ in range(-(-rows // dim))]
+    norms = torch.randn(rows, dim, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
+    return torch.cat(blocks)[:rows] * norms

@@ -1,0 +1,135 @@
+"""One FAVOR problem: the general one with a feature map, sinks, and a far field to start from."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad.features import FeatureMap
+from subquad.kernels import problem
+from subquad.kernels.logs import LogFeatures, half_square
+from subquad.kernels.problem import DEAD, FLOOR, Problem
+from subquad.kernels.tiles import to_blocks, window, with_ones
+
+
+class FavorInputs(NamedTuple):
+    """What the operator takes. `alive`, `fold` `[B or 1, S]` bool, `sink_seen` `[B or 1, T]` int64.
+
+    alive: keys that count, apart from the sinks. fold: those of them that enter the far field (None: all).
+    sink_seen: how many of the sink keys each row sees (None: no sinks).
+    far_max, far_sum: the far field before the first token (None: empty).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink_k: Tensor
+    sink_v: Tensor
+    map: FeatureMap
+    alive: Tensor | None
+    fold: Tensor | None
+    sink_seen: Tensor | None
+    far_max: Tensor | None
+    far_sum: Tensor | None
+
+
+class FavorOptions(NamedTuple):
+    near: int
+    causal: bool
+    scale: float
+    gaussian: bool
+    chunk: int
+    borders: bool  # keep what the backward needs
+
+
+class Gradients(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink_k: Tensor
+    sink_v: Tensor
+
+
+def tile_shape(heads: int, num_features: int, options: FavorOptions) -> tuple[int, int]:
+    """Tokens per block and per tile (whole blocks). Without near blocks, blocks must halve without remainder;
+    64 makes the scores of the own block about as dear as the state's."""
+    block = options.near or 1 << ((options.chunk or 64).bit_length() - 1)
+    tile = problem.TILE_ELEMENTS // (heads * num_features)
+    if options.near and options.chunk:
+        tile = options.chunk
+    return block, max(1, tile // block) * block
+
+
+def border_count(length: int, heads: int, num_features: int, options: FavorOptions) -> int:
+    """How many states the forward keeps for the backward."""
+    if not options.borders:
+        return 0
+    if not options.causal and not options.near:
+        return 1
+    _, tile = tile_shape(heads, num_features, options)
+    return -(-length // tile) * (1 if options.causal else 2)
+
+
+class FavorProblem(Problem):
+    def __init__(self, inputs: FavorInputs, options: FavorOptions, want_map_gradients: bool = False) -> None:
+        super().__init__(inputs.q, inputs.k, inputs.v, inputs.alive, options.scale**0.5)
+        self.inputs, self.options = inputs, options
+        self.features = LogFeatures(inputs.map, self.dtype, options.gaussian, want_map_gradients)
+        self.num_features = inputs.map.num_features
+        self.block, self.tile = tile_shape(self.batch * self.heads, self.num_features, options)
+        self.sinks = inputs.sink_k.shape[2]
+        self.sink_y = inputs.sink_k.to(self.dtype) * self.root
+        self.sink_values = with_ones(inputs.sink_v.to(self.dtype))
+
+    def empty_state(self) -> tuple[Tensor, Tensor]:
+        shape = (self.batch, self.key_heads, self.num_features)
+        far_max = self.sink_y.new_full(shape, FLOOR)
+        return far_max, self.sink_y.new_zeros(*shape, self.value_dim + 1)
+
+    def initial_state(self) -> tuple[Tensor, Tensor]:
+        if self.inputs.far_max is None or self.inputs.far_sum is None:
+            return self.empty_state()
+        return self.inputs.far_max, self.inputs.far_sum
+
+    def dead_bias(self, mask: Tensor | None) -> Tensor | None:
+        return None if mask is None else torch.where(mask, 0.0, DEAD).to(self.dtype)
+
+    def sink_mask(self, start: int, block: int, blocks: int) -> Tensor:
+        """`[B or 1, 1, N, C, sinks]`: which sinks each row sees."""
+        assert self.inputs.sink_seen is not None
+        seen = to_blocks(window(self.inputs.sink_seen[:, None], start, start + block * blocks), block)
+        return torch.arange(self.sinks, device=seen.device) < seen[..., None]
+
+    def exact_logits(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        """`x.y`, -inf where not seen. x `[B, K, N, R, D]`, y `[B, K, N, E, D]`, mask `[B or 1, 1, N, C, E]`."""
+        logits = x @ y.mT
+        if self.options.gaussian:
+            logits -= half_square(y)[..., None, :]
+        logits.unflatten(3, (self.groups, -1)).masked_fill_(~mask[:, :, :, None], -torch.inf)
+        return logits
+
+    def exact_backward(self, x: Tensor, y: Tensor, v: Tensor, weights: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of queries, keys and values from normalised `weights` (consumed) and `grad` `[.., R, V]`."""
+        dv = weights.mT @ grad
+        dlogits = weights.mul_(grad @ v.mT)
+        dy = dlogits.mT @ x
+        if self.options.gaussian:
+            dy.addcmul_(y, dlogits.sum(-2)[..., None], value=-1)
+        return dlogits @ y, dy, dv
+
+    def new_gradients(self) -> Gradients:
+        tensors = (self.q, self.k, self.v, self.inputs.sink_k, self.inputs.sink_v)
+        return Gradients(*(self.zeros_like(t) for t in tensors))
+
+    def add_sink_gradients(self, into: Gradients, dy: Tensor, dv: Tensor) -> None:
+        """dy `[B, K, N, sinks, D]`."""
+        into.sink_k.add_(dy.sum(2), alpha=self.root)
+        into.sink_v.add_(dv[..., :-1].sum(2))
+
+
+def normalise(numerator: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-normaliser from `[..., V]` sums at a row reference; zeros and -inf where no weight was seen."""
+    weight = numerator[..., -1]
+    seen = weight > 0
+    out = numerator[..., :-1] / torch.where(seen, weight, 1)[..., None]
+    return out, torch.where(seen, reference + weight.log(), -torch.inf)

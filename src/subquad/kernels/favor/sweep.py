@@ -1,0 +1,289 @@
+"""FAVOR block by block along the sequence, with the far field as a running state.
+
+near > 0: block b reads the state of blocks up to b - 2 and attends exactly to blocks b - 1 and b (b + 1 too when not
+causal); what lies after b + 1 is read by a second sweep in reverse. A state holds whole blocks only, all of them
+visible, so its normaliser is at least 1 at the running maxima and nothing can underflow unseen.
+
+near = 0, causal: block b reads the state of blocks up to b - 1 and its own keys by features. The maxima then include
+keys that a row may not see; where those tower over what it does see, the row's sum is too small to trust (the
+certificate), and the tile is done again with smaller blocks. Blocks of one token are always certified.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from subquad.kernels.favor.problem import FavorProblem, Gradients, normalise
+from subquad.kernels.problem import FLOOR, KeyTile, Saved
+from subquad.kernels.scan import running_maxima, scan, scan_backward
+from subquad.kernels.tiles import to_blocks, window
+
+# A row's sum below this is recomputed: its terms are exp() of arguments so large that float32 rounds them visibly.
+CERTIFICATE = 1e-8
+SPLIT = 4  # a tile that is not certified is cut into this many, with blocks smaller by as much
+
+
+@dataclass
+class Tile:
+    """`blocks` blocks of `block` tokens from token `start` on, and what their rows read."""
+
+    start: int
+    block: int
+    blocks: int
+    x: Tensor  # [B, K, N, R, D] scaled queries
+    logs: Tensor  # [B, K, N, R, M] log-features of the queries, at the reference of the state
+    scalar: Tensor  # [B, K, N, R] common log-factor of a row's features
+    keys: KeyTile  # all keys these blocks touch
+    folded: slice  # the blocks of `keys` that enter the state
+    weights: Tensor  # [B, K, N, C, M] features of the folded keys
+    state: Tensor  # [B, K, N, M, V] what each block reads
+    decay: Tensor  # [B, K, N, M]
+    final: tuple[Tensor, Tensor]  # the state after this tile
+
+
+class Sweep:
+    def __init__(self, problem: FavorProblem, *, reverse: bool = False) -> None:
+        self.p, self.reverse = problem, reverse
+        self.near = problem.options.near
+        self.own_by_features = self.near == 0
+        # a near block longer than the sequence is the sequence; other blocks must stay powers of two, to be split
+        self.block = min(problem.block, problem.length) if self.near else problem.block
+        self.tile = problem.tile  # tokens
+
+    def starts(self) -> list[int]:
+        starts = list(range(0, self.p.length, self.tile))
+        return starts[::-1] if self.reverse else starts
+
+    def _tile_blocks(self, start: int) -> int:
+        return -(-min(self.tile, self.p.length - start) // self.block)
+
+    # Forward ----------------------------------------------------------------------------------------------------------
+
+    def forward(self, out: Tensor, lognorm: Tensor, borders_max: Tensor, borders_sum: Tensor) -> tuple[Tensor, Tensor]:
+        """Fills `out` and `lognorm` (adds to them in a reverse sweep), and the states at tile borders."""
+        state = self.p.initial_state()
+        for i, start in enumerate(self.starts()):
+            if self.p.options.borders:
+                borders_max[i], borders_sum[i] = state
+            state = self._forward_tile(start, self.block, self._tile_blocks(start), state, out, lognorm)
+        return state
+
+    def _forward_tile(
+        self, start: int, block: int, blocks: int, state: tuple[Tensor, Tensor], out: Tensor, lognorm: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        tile = self._open(start, block, blocks, state)
+        tile_out, tile_lognorm, certified = self._read(tile)
+        if not certified:
+            for part in self._parts(tile):
+                state = self._forward_tile(part, block // SPLIT or 1, blocks, state, out, lognorm)
+            return state
+        if self.reverse:
+            tile_out, tile_lognorm = self._merge(tile, tile_out, tile_lognorm, out, lognorm)
+        self.p.put_rows(out, start, block, tile_out)
+        self.p.put_rows(lognorm, start, block, tile_lognorm)
+        return tile.final
+
+    def _open(self, start: int, block: int, blocks: int, state: tuple[Tensor, Tensor]) -> Tile:
+        x = self.p.queries(start, block, blocks)
+        logs, scalar = self.p.features.of_queries(x)
+        keys, folded = self._keys(start, block, blocks)
+        fold = self.p.inputs.alive if self.p.inputs.fold is None else self.p.inputs.fold
+        mask = self.p.mask(fold, keys.first + folded.start * block, block, blocks)
+        key_logs = self.p.features.of_keys(keys.y[:, :, folded], self.p.dead_bias(mask))
+        before, after = running_maxima(key_logs.amax(-2), state[0], self.reverse)
+        decay = (before - after).exp_()
+        weights = key_logs.sub_(after[:, :, :, None]).exp_()
+        states, last = scan(weights.mT @ keys.v[:, :, folded], decay, state[1], self.reverse)
+        if self.own_by_features:  # the own block stands at the later maxima, so the state must too
+            states.mul_(decay[..., None])
+        logs += (after if self.own_by_features else before)[:, :, :, None]
+        final = (after[:, :, 0 if self.reverse else -1], last)
+        return Tile(start, block, blocks, x, logs, scalar, keys, folded, weights, states, decay, final)
+
+    def _keys(self, start: int, block: int, blocks: int) -> tuple[KeyTile, slice]:
+        if self.own_by_features:
+            return self.p.keys(start, block, blocks), slice(0, blocks)
+        if self.reverse:
+            return self.p.keys(start + block, block, blocks), slice(0, blocks)
+        neighbours = 1 if self.p.options.causal else 2
+        return self.p.keys(start - block, block, blocks + neighbours), slice(0, blocks)
+
+    def _read(self, tile: Tile) -> tuple[Tensor, Tensor, bool]:
+        logs = tile.logs
+        reference = logs.amax(-1)
+        exact = self._exact(tile)
+        if exact is not None:
+            y, v, mask = exact
+            logits = self.p.exact_logits(tile.x, y, mask)
+            reference = torch.maximum(reference, logits.amax(-1) - tile.scalar)
+        weights = logs.sub_(reference[..., None]).exp_()
+        numerator = weights @ tile.state
+        if self.own_by_features:
+            numerator += self._own_scores(tile, weights) @ tile.keys.v
+        if exact is not None:
+            numerator += logits.sub_((reference + tile.scalar)[..., None]).exp_() @ v
+        out, lognorm = normalise(numerator, reference)
+        return out, lognorm, self._certified(tile, numerator[..., -1])
+
+    def _own_scores(self, tile: Tile, weights: Tensor) -> Tensor:
+        """Causal scores of a block's rows and its own keys, `[B, K, N, R, C]`."""
+        return self.p.causal_scores(weights @ tile.weights.mT, tile.block)
+
+    def _certified(self, tile: Tile, row_sums: Tensor) -> bool:
+        if not self.own_by_features or tile.block == 1:
+            return True
+        doubtful = row_sums < CERTIFICATE
+        # a row that truly sees nothing has the sum 0, and that is right
+        return not bool(doubtful.any()) or not bool((doubtful & self._rows_that_see(tile)).any())
+
+    def _rows_that_see(self, tile: Tile) -> Tensor:
+        """`[B, 1, N, R]`: rows with at least one visible key."""
+        inputs, p = self.p.inputs, self.p
+        alive = inputs.q.new_ones(1, p.key_length, dtype=torch.bool) if inputs.alive is None else inputs.alive
+        sees = alive.cumsum(-1) > 0
+        if inputs.sink_seen is not None:
+            sees = sees | (inputs.sink_seen > 0)
+        if inputs.far_max is not None:
+            sees = sees | (inputs.far_max.amax((1, 2)) > FLOOR / 2)[:, None]
+        stop = tile.start + tile.block * tile.blocks
+        sees = window(sees[:, None].expand(p.batch, p.groups, -1), tile.start, stop)
+        return to_blocks(sees, tile.block, p.groups)
+
+    def _parts(self, tile: Tile) -> range:
+        """Starts of the smaller tiles that an uncertified one is cut into."""
+        stop = min(tile.start + tile.block * tile.blocks, self.p.length)
+        return range(tile.start, stop, tile.blocks * (tile.block // SPLIT or 1))
+
+    def _exact(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Keys and values `[B, K, N, E, ...]` a block attends to exactly, sinks first, and the mask `[.., N, C, E]`."""
+        if self.reverse or not (self.near or self.p.sinks):
+            return None
+        block, blocks = tile.block, tile.blocks
+        y, v, masks = [], [], []
+        if self.p.sinks:
+            y.append(self.p.sink_y[:, :, None].expand(-1, -1, blocks, -1, -1))
+            v.append(self.p.sink_values[:, :, None].expand(-1, -1, blocks, -1, -1))
+            masks.append(self.p.sink_mask(tile.start, block, blocks))
+        for shift in self._neighbours(tile):
+            y.append(tile.keys.y[:, :, shift : shift + blocks])
+            v.append(tile.keys.v[:, :, shift : shift + blocks])
+            masks.append(self._neighbour_mask(tile, shift))
+        batch = max(mask.shape[0] for mask in masks)
+        masks = [mask.expand(batch, -1, -1, block, -1) for mask in masks]
+        return torch.cat(y, 3), torch.cat(v, 3), torch.cat(masks, 4)
+
+    def _neighbours(self, tile: Tile) -> range:
+        """Offsets into the tile's keys of the previous block, the own one (1) and the next."""
+        return range(tile.keys.y.shape[2] - tile.blocks + 1 if self.near else 0)
+
+    def _neighbour_mask(self, tile: Tile, shift: int) -> Tensor:
+        alive = tile.keys.alive
+        if alive is None:
+            alive = tile.x.new_ones(1, 1, tile.keys.y.shape[2], tile.block, dtype=torch.bool)
+        mask = alive[:, :, shift : shift + tile.blocks, None]
+        if self.p.options.causal and shift == 1:
+            mask = mask & mask.new_ones(tile.block, tile.block).tril_()
+        return mask
+
+    def _merge(
+        self, tile: Tile, out: Tensor, lognorm: Tensor, before: Tensor, before_lognorm: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """This sweep's part of the rows and what the other sweep left there, under one normaliser."""
+        stop = tile.start + tile.block * tile.blocks
+        other = to_blocks(window(before, tile.start, stop), tile.block, self.p.groups)
+        other_lognorm = to_blocks(window(before_lognorm, tile.start, stop), tile.block, self.p.groups)
+        both = torch.logaddexp(lognorm, other_lognorm)
+        anchor = both.clamp(min=FLOOR)  # both parts empty: -inf - FLOOR, not -inf - -inf
+        share, other_share = ((part - anchor).exp_()[..., None] for part in (lognorm, other_lognorm))
+        return out * share + other * other_share, both
+
+    # Backward ---------------------------------------------------------------------------------------------------------
+
+    def backward(
+        self, saved: Saved, borders_max: Tensor, borders_sum: Tensor, grad_final: Tensor | None, into: Gradients
+    ) -> Tensor:
+        """Adds all gradients; returns that of the initial state."""
+        grad_state = torch.zeros_like(borders_sum[0]) if grad_final is None else grad_final
+        for i, start in reversed(list(enumerate(self.starts()))):
+            state = (borders_max[i], borders_sum[i])
+            grad_state = self._backward_tile(
+                start, self.block, self._tile_blocks(start), state, saved, grad_state, into
+            )
+        return grad_state
+
+    def _backward_tile(
+        self,
+        start: int,
+        block: int,
+        blocks: int,
+        state: tuple[Tensor, Tensor],
+        saved: Saved,
+        grad_state: Tensor,
+        into: Gradients,
+    ) -> Tensor:
+        tile = self._open(start, block, blocks, state)
+        grad, lognorm = self.p.output_gradient(saved, start, block, blocks)
+        if self._too_large(tile, lognorm):
+            return self._backward_parts(tile, state, saved, grad_state, into)
+        weights = tile.logs.sub_(lognorm[..., None]).exp_()
+        own = self._own_backward(tile, weights, grad) if self.own_by_features else None
+        reads = weights.mT @ grad
+        if self.own_by_features:
+            reads.mul_(tile.decay[..., None])
+        grad_updates, grad_state = scan_backward(reads, tile.decay, grad_state, self.reverse)
+        dlogs = grad @ tile.state.mT
+        values = tile.keys.v[:, :, tile.folded]
+        key_dlogs = values @ grad_updates.mT
+        dv = tile.weights @ grad_updates
+        if own is not None:
+            dlogs += own[0]
+            key_dlogs += own[1]
+            dv += own[2]
+        dx = self.p.features.queries_backward(tile.x, dlogs.mul_(weights))
+        dy = self.p.features.keys_backward(tile.keys.y[:, :, tile.folded], key_dlogs.mul_(tile.weights))
+        self.p.add_key_gradients(into.k, into.v, tile.keys.first + tile.folded.start * block, block, dy, dv)
+        dx = self._exact_backward(tile, lognorm, grad, dx, into)
+        self.p.add_query_gradients(into.q, start, block, dx)
+        return grad_state
+
+    def _too_large(self, tile: Tile, lognorm: Tensor) -> bool:
+        """The certificate again, from the normaliser that the forward found."""
+        if not self.own_by_features or tile.block == 1:
+            return False
+        return bool((tile.logs.amax(-1) - lognorm > -math.log(CERTIFICATE)).any())
+
+    def _backward_parts(
+        self, tile: Tile, state: tuple[Tensor, Tensor], saved: Saved, grad_state: Tensor, into: Gradients
+    ) -> Tensor:
+        block, parts = tile.block // SPLIT or 1, list(self._parts(tile))
+        states = [state]
+        for part in parts[:-1]:
+            states.append(self._open(part, block, tile.blocks, states[-1]).final)
+        for part, state in reversed(list(zip(parts, states, strict=True))):
+            grad_state = self._backward_tile(part, block, tile.blocks, state, saved, grad_state, into)
+        return grad_state
+
+    def _own_backward(self, tile: Tile, weights: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the own block adds, before the factors `weights`: to query logs, key logs and values."""
+        scores = self._own_scores(tile, weights)
+        dscores = self.p.causal_scores(grad @ tile.keys.v.mT, tile.block)
+        return dscores @ tile.weights, dscores.mT @ weights, scores.mT @ grad
+
+    def _exact_backward(self, tile: Tile, lognorm: Tensor, grad: Tensor, dx: Tensor, into: Gradients) -> Tensor:
+        exact = self._exact(tile)
+        if exact is None:
+            return dx
+        y, v, mask = exact
+        weights = self.p.exact_logits(tile.x, y, mask).sub_((lognorm + tile.scalar)[..., None]).exp_()
+        more, dy, dv = self.p.exact_backward(tile.x, y, v, weights, grad)
+        sinks, block = self.p.sinks, tile.block
+        if sinks:
+            self.p.add_sink_gradients(into, dy[..., :sinks, :], dv[..., :sinks, :])
+        for shift in self._neighbours(tile):
+            part = slice(sinks + shift * block, sinks + (shift + 1) * block)
+            first = tile.keys.first + shift * block
+            self.p.add_key_gradients(into.k, into.v, first, block, dy[..., part, :], dv[..., part, :])
+        return dx + more
+

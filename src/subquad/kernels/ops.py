@@ -1,0 +1,253 @@
+"""The two hot operations as torch operators: opaque to `torch.compile` and `torch.export`, with their own gradients.
+
+`favor_attention` and `linear_attention` here are the engines' only doors; everything before them is plain torch.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad import checks
+from subquad.features import FeatureMap
+from subquad.kernels import favor, linear
+from subquad.kernels.favor import FavorInputs, FavorOptions
+from subquad.kernels.linear import LinearInputs, LinearOptions
+from subquad.kernels.problem import Saved
+
+
+def _needs_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _refuse_double_backward(ctx: Any, *grads: Any) -> Any:
+    raise checks.no_double_backward()
+
+
+def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+    raise checks.no_vmap()
+
+
+def _operator(name: str, implementation: Any, fake: Any, schema: str) -> Any:
+    operator = torch.library.custom_op(f"subquad::{name}", implementation, mutates_args=(), schema=schema)
+    operator.register_fake(fake)
+    operator.register_vmap(_refuse_vmap)
+    return operator
+
+
+def _grad_or_zeros(grad_out: Tensor | None, out: Tensor) -> Tensor:
+    return torch.zeros_like(out) if grad_out is None else grad_out
+
+
+def _of_last_state(grads: tuple[Tensor | None, ...]) -> Tensor | None:
+    """The gradient of `far_sum`; it is empty, and has none, when there is no last state (not causal)."""
+    return grads[-1] if grads[-1] is not None and grads[-1].numel() else None
+
+
+# FAVOR ----------------------------------------------------------------------------------------------------------------
+
+_FAVOR_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor sink_k, Tensor sink_v, "
+    "Tensor query, Tensor key, Tensor key_bias, Tensor? offset_weight, Tensor? offset_bias, "
+    "Tensor? alive, Tensor? fold, Tensor? sink_seen, Tensor? far_max, Tensor? far_sum, "
+    "str rule, int groups, int near, bool causal, float scale, bool gaussian, int chunk, bool borders"
+)
+_FAVOR_TENSORS = 15
+_FAVOR_DIFFERENTIABLE = 10  # the leading ones, and far_sum
+
+
+def favor_attention(
+    inputs: FavorInputs, *, near: int, causal: bool, scale: float, gaussian: bool, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output `[B, H, T, Dv]` and, when causal, the far field after the last token (max, sum)."""
+    m = inputs.map
+    tensors = (*inputs[:5], m.query, m.key, m.key_bias, m.offset_weight, m.offset_bias, *inputs[6:])
+    borders = _needs_gradients(*tensors[:_FAVOR_DIFFERENTIABLE], inputs.far_sum)
+    out, *_, far_max, far_sum = favor_forward(
+        *tensors, m.rule, m.groups, near, causal, scale, gaussian, chunk, borders
+    )
+    return out, far_max, far_sum
+
+
+def _favor_problem(*args: Any) -> tuple[FavorInputs, FavorOptions]:
+    query, key, key_bias, offset_weight, offset_bias = args[5:10]
+    rule, groups, *options = args[_FAVOR_TENSORS:]
+    feature_map = FeatureMap(query, key, key_bias, rule, groups, offset_weight, offset_bias)
+    return FavorInputs(*args[:5], feature_map, *args[10:_FAVOR_TENSORS]), FavorOptions(*options)
+
+
+def _favor_forward(*args: Any) -> tuple[Tensor, ...]:
+    return tuple(favor.forward(*_favor_problem(*args)))
+
+
+def _favor_forward_fake(*args: Any) -> tuple[Tensor, ...]:
+    inputs, options = _favor_problem(*args)
+    num_features = inputs.map.num_features
+    count = favor.border_count(inputs.q.shape[2], inputs.q.shape[0] * inputs.q.shape[1], num_features, options)
+    return _fake_outputs(inputs.q, inputs.k, inputs.v, num_features, num_features, count, options.causal)
+
+
+def _fake_outputs(
+    q: Tensor, k: Tensor, v: Tensor, num_features: int, num_maxima: int, borders: int, causal: bool
+) -> tuple[Tensor, ...]:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    far_max = (q.shape[0], k.shape[1], num_maxima)
+    far_sum = (q.shape[0], k.shape[1], num_features, v.shape[-1] + 1)
+    return (
+        q.new_empty(*q.shape[:3], v.shape[-1]),
+        q.new_empty(q.shape[:3], dtype=dtype),
+        q.new_empty(borders, *far_max, dtype=dtype),
+        q.new_empty(borders, *far_sum, dtype=dtype),
+        q.new_empty(far_max if causal else (0,), dtype=dtype),
+        q.new_empty(far_sum if causal else (0,), dtype=dtype),
+    )
+
+
+def _favor_backward(*args: Any) -> list[Tensor]:
+    grad_out, out, lognorm, borders_max, borders_sum, grad_far_sum, want_map, *rest = args
+    inputs, options = _favor_problem(*rest)
+    saved = Saved(grad_out, out, lognorm)
+    gradients, grad_state, of_map = favor.backward(
+        inputs, options, saved, borders_max, borders_sum, grad_far_sum, want_map
+    )
+    of_tensors = [g.to(t.dtype) for g, t in zip(gradients, rest[:5], strict=True)]
+    return [*of_tensors, *(of_map or ()), grad_state.clone()]
+
+
+def _favor_backward_fake(*args: Any) -> list[Tensor]:
+    _, _, _, _, borders_sum, _, want_map, *rest = args
+    tensors = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in rest[:5]]
+    dtype = borders_sum.dtype
+    maps = [borders_sum.new_empty(0) if t is None else t.new_empty(t.shape, dtype=dtype) for t in rest[5:10]]
+    state = borders_sum.new_empty(borders_sum.shape[1:] if rest[18] else (0,))
+    return [*tensors, *(maps if want_map else ()), state]
+
+
+favor_forward = _operator(
+    "favor_forward",
+    _favor_forward,
+    _favor_forward_fake,
+    f"({_FAVOR_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+favor_backward = _operator(
+    "favor_backward",
+    _favor_backward,
+    _favor_backward_fake,
+    "(Tensor grad_out, Tensor out, Tensor lognorm, Tensor borders_max, Tensor borders_sum, Tensor? grad_far_sum, "
+    f"bool want_map, {_FAVOR_ARGUMENTS}) -> Tensor[]",
+)
+
+
+def _favor_save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.options = inputs[_FAVOR_TENSORS:]
+    ctx.save_for_backward(*output[:4], *inputs[:_FAVOR_TENSORS])
+    ctx.mark_non_differentiable(*output[1:5])
+
+
+def _favor_gradients(ctx: Any, grad_out: Tensor | None, *others: Tensor | None) -> tuple:
+    out, lognorm, borders_max, borders_sum, *tensors = ctx.saved_tensors
+    want_map = any(ctx.needs_input_grad[5:_FAVOR_DIFFERENTIABLE])
+    of_tensors = favor_backward(
+        *(_grad_or_zeros(grad_out, out), out, lognorm, borders_max, borders_sum, _of_last_state(others), want_map),
+        *tensors,
+        *ctx.options,
+    )
+    *of_tensors, of_state = of_tensors
+    of_maps = of_tensors[5:] or [None] * 5
+    of_maps = [None if t is None or g is None else g.to(t.dtype) for g, t in zip(of_maps, tensors[5:10], strict=True)]
+    of_state = None if tensors[-1] is None else of_state
+    return (*of_tensors[:5], *of_maps, *[None] * 4, of_state, *[None] * len(ctx.options))
+
+
+favor_forward.register_autograd(_favor_gradients, setup_context=_favor_save)
+favor_backward.register_autograd(_refuse_double_backward)
+
+
+# Linear attention -----------------------------------------------------------------------------------------------------
+
+_LINEAR_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? weight, Tensor? log_weight, "
+    "Tensor? alive, Tensor? far_max, Tensor? far_sum, "
+    "str feature_map, bool causal, float root, int chunk, bool borders"
+)
+_LINEAR_TENSORS = 8
+
+
+def linear_attention(
+    inputs: LinearInputs, *, feature_map: str, causal: bool, root: float, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output `[B, H, T, Dv]` and, when causal, the state after the last token (max, sum)."""
+    borders = _needs_gradients(*inputs[:5], inputs.far_sum)
+    out, *_, far_max, far_sum = linear_forward(*inputs, feature_map, causal, root, chunk, borders)
+    return out, far_max, far_sum
+
+
+def _linear_problem(*args: Any) -> tuple[LinearInputs, LinearOptions]:
+    return LinearInputs(*args[:_LINEAR_TENSORS]), LinearOptions(*args[_LINEAR_TENSORS:])
+
+
+def _linear_forward(*args: Any) -> tuple[Tensor, ...]:
+    return tuple(linear.forward(*_linear_problem(*args)))
+
+
+def _linear_forward_fake(*args: Any) -> tuple[Tensor, ...]:
+    inputs, options = _linear_problem(*args)
+    num_features = inputs.k.shape[-1] if inputs.weight is None else inputs.weight.shape[1]
+    count = linear.border_count(inputs.q.shape[2], inputs.q.shape[0] * inputs.q.shape[1], num_features, options)
+    return _fake_outputs(inputs.q, inputs.k, inputs.v, num_features, 1, count, options.causal)
+
+
+def _linear_backward(*args: Any) -> list[Tensor]:
+    grad_out, out, normaliser, borders_max, borders_sum, grad_far_sum, *rest = args
+    inputs, options = _linear_problem(*rest)
+    saved = Saved(grad_out, out, normaliser)
+    gradients = linear.backward(inputs, options, saved, borders_max, borders_sum, grad_far_sum)
+    tensors = (*inputs[:5], borders_sum)
+    return [g if t is None else g.to(t.dtype) for g, t in zip(gradients, tensors, strict=True)]
+
+
+def _linear_backward_fake(*args: Any) -> list[Tensor]:
+    _, _, _, _, borders_sum, _, *rest = args
+    causal = rest[9]
+    state = borders_sum.new_empty(borders_sum.shape[1:] if causal else (0,))
+    tensors = [borders_sum.new_empty(0) if t is None else t.new_empty(t.shape) for t in rest[:5]]
+    return [*tensors, state]
+
+
+linear_forward = _operator(
+    "linear_forward",
+    _linear_forward,
+    _linear_forward_fake,
+    f"({_LINEAR_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+linear_backward = _operator(
+    "linear_backward",
+    _linear_backward,
+    _linear_backward_fake,
+    "(Tensor grad_out, Tensor out, Tensor normaliser, Tensor borders_max, Tensor borders_sum, Tensor? grad_far_sum, "
+    f"{_LINEAR_ARGUMENTS}) -> Tensor[]",
+)
+
+
+def _linear_save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.options = inputs[_LINEAR_TENSORS:]
+    ctx.save_for_backward(*output[:4], *inputs[:_LINEAR_TENSORS])
+    ctx.mark_non_differentiable(*output[1:5])
+
+
+def _linear_gradients(ctx: Any, grad_out: Tensor | None, *others: Tensor | None) -> tuple:
+    out, normaliser, borders_max, borders_sum, *tensors = ctx.saved_tensors
+    gradients = linear_backward(
+        *(_grad_or_zeros(grad_out, out), out, normaliser, borders_max, borders_sum, _of_last_state(others)),
+        *tensors,
+        *ctx.options,
+    )
+    of_tensors = [None if t is None else g for g, t in zip(gradients[:5], tensors[:5], strict=True)]
+    of_state = None if tensors[-1] is None else gradients[-1]
+    return (*of_tensors, None, None, of_state, *[None] * len(ctx.options))
+
+
+linear_forward.register_autograd(_linear_gradients, setup_context=_linear_save)
+linear_backward.register_autograd(_refuse_double_backward)

@@ -1,0 +1,103 @@
+"""One attention problem, cut into tiles on demand: what the linear and the FAVOR engine share.
+
+Letters as in `tiles.py`, and V = Dv + 1: values carry a column of ones, so that one product gives numerator and
+normaliser.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad.kernels.tiles import add_window, from_blocks, to_blocks, window, with_ones
+
+FLOOR = -1e30  # running maximum of no key at all: finite, because -inf - -inf is NaN
+DEAD = -1e32  # log-weight of a key that does not count: exp(DEAD - FLOOR) is 0
+NOWHERE = math.inf  # normaliser of a row that sees nothing: dividing by it leaves no weight and no gradient
+
+TILE_ELEMENTS = 1 << 20  # features per tile: a few such tensors fit a shared cache
+
+
+@dataclass
+class KeyTile:
+    """Scaled keys `[B, K, N, C, D]`, values `[B, K, N, C, V]`, and what is alive among them `[B or 1, 1, N, C]`."""
+
+    first: int
+    y: Tensor
+    v: Tensor
+    alive: Tensor | None
+
+
+class Saved(NamedTuple):
+    """What the backward gets of each row: output and its gradient `[B, H, T, Dv]`, normaliser `[B, H, T]`."""
+
+    grad_out: Tensor
+    out: Tensor
+    normaliser: Tensor
+
+
+class Problem:
+    """Queries and keys are scaled by `root` as they are read. alive `[B or 1, S]` bool: keys that count (None: all)."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, alive: Tensor | None, root: float) -> None:
+        self.q, self.k, self.v, self.alive, self.root = q, k, v, alive, root
+        self.dtype = torch.promote_types(q.dtype, torch.float32)
+        self.batch, self.heads, self.length, _ = q.shape
+        self.key_heads, self.key_length = k.shape[1], k.shape[2]
+        self.groups = self.heads // self.key_heads
+        self.value_dim = v.shape[-1]
+
+    def queries(self, start: int, block: int, blocks: int) -> Tensor:
+        """Scaled queries `[B, K, N, R, D]`."""
+        return to_blocks(self._cast(self.q, start, block * blocks) * self.root, block, self.groups)
+
+    def keys(self, first: int, block: int, blocks: int) -> KeyTile:
+        y = to_blocks(self._cast(self.k, first, block * blocks) * self.root, block)
+        v = to_blocks(with_ones(self._cast(self.v, first, block * blocks)), block)
+        alive = self.mask(self.alive, first, block, blocks)
+        if alive is not None:  # whatever stands in a dead key, NaN included, must not be multiplied by its weight 0
+            y = y.masked_fill_(~alive[..., None], 0)
+            v = v.masked_fill_(~alive[..., None], 0)
+        return KeyTile(first, y, v, alive)
+
+    def mask(self, mask: Tensor | None, first: int, block: int, blocks: int) -> Tensor | None:
+        """`[B or 1, 1, N, C]`, or None where every key of the tile counts."""
+        last = first + block * blocks
+        if mask is None:
+            if 0 <= first and last <= self.key_length:
+                return None
+            mask = torch.ones(1, self.key_length, dtype=torch.bool, device=self.k.device)
+        return to_blocks(window(mask[:, None], first, last), block)
+
+    def output_gradient(self, saved: Saved, start: int, block: int, blocks: int) -> tuple[Tensor, Tensor]:
+        """`[g, -g.o]` `[B, K, N, R, V]`, whose product with `[v, 1]` is g.(v - o); and the normaliser."""
+        stop = start + block * blocks
+        grad_out, out = (window(t, start, stop).to(self.dtype) for t in (saved.grad_out, saved.out))
+        grad = torch.cat([grad_out, -(grad_out * out).sum(-1, keepdim=True)], dim=-1)
+        normaliser = window(saved.normaliser, start, stop, fill=NOWHERE)
+        return to_blocks(grad, block, self.groups), to_blocks(normaliser, block, self.groups)
+
+    def causal_scores(self, scores: Tensor, block: int) -> Tensor:
+        """Zeroes, in place, what lies after a row's own position. `[B, K, N, R, C]`."""
+        scores.unflatten(3, (self.groups, block)).tril_()
+        return scores
+
+    def put_rows(self, target: Tensor, start: int, block: int, rows: Tensor) -> None:
+        rows = from_blocks(rows, block, self.groups)
+        stop = min(start + rows.shape[2], target.shape[2])
+        target[:, :, start:stop] = rows[:, :, : stop - start]
+
+    def zeros_like(self, tensor: Tensor) -> Tensor:
+        return torch.zeros(tensor.shape, dtype=self.dtype, device=tensor.device)
+
+    def add_key_gradients(self, dk: Tensor, dv: Tensor, first: int, block: int, dy: Tensor, dvalues: Tensor) -> None:
+        add_window(dk, first, from_blocks(dy, block) * self.root)
+        add_window(dv, first, from_blocks(dvalues[..., :-1], block))
+
+    def add_query_gradients(self, dq: Tensor, start: int, block: int, dx: Tensor) -> None:
+        add_window(dq, start, from_blocks(dx, block, self.groups) * self.root)
+
+    def _cast(self, x: Tensor, start: int, length: int) -> Tensor:
+        return window(x, start, start + length).to(self.dtype)

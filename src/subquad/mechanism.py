@@ -1,0 +1,131 @@
+"""The contract every attention mechanism keeps. `subquad.testing.check_mechanism` tests all of it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+# What `extend` carries from call to call: a NamedTuple of tensors, batch first in every one of them.
+State = tuple[Tensor, ...]
+SomeState = TypeVar("SomeState", bound=State)
+
+
+class Mechanism(nn.Module, ABC):
+    """Attention over `[B, H, T, D]` tensors; k and v may have fewer heads (GQA), v another last dim.
+
+    `key_mask` is bool `[B, S]`, True where a token is real: it removes keys everywhere, never queries. A query that
+    sees no key gets zeros. `causal=True` lets no output depend on a later token.
+    """
+
+    name: ClassVar[str]
+    supports_causal: ClassVar[bool] = True
+    supports_state: ClassVar[bool] = True
+    cross_attention_advice: ClassVar[str] = ""  # ends the error of a positional mechanism that gets T != S
+
+    head_dim: int
+
+    @property
+    def positional(self) -> bool:
+        """Compares positions: self-attention only, and rows of masked tokens are zero."""
+        return False
+
+    @property
+    def convex(self) -> bool:
+        """Weights are never negative: outputs lie between the smallest and the largest value."""
+        return True
+
+    @abstractmethod
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """The fast way. q `[B, H, T, D]`, k `[B, K, S, D]`, v `[B, K, S, Dv]` -> `[B, H, T, Dv]`."""
+
+    @abstractmethod
+    def attention_matrix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        causal: bool = False,
+        key_mask: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """The weights this mechanism implies, by its dense formula: `[B, H, T, S]`, or `[B, H, len(rows), S]`."""
+
+    def reference(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """The definition: quadratic, in the dtype of the inputs, differentiable any number of times."""
+        weights = self.attention_matrix(q, k, causal=causal, key_mask=key_mask)
+        if key_mask is not None:  # 0 * NaN is NaN, and a masked key must not matter whatever it holds
+            v = v.masked_fill(~key_mask[:, None, :, None], 0)
+        return weights @ repeat_heads(v, q.shape[1])
+
+    @abstractmethod
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """Causal attention of T >= 1 new tokens to themselves and to all tokens in `state`, which is left unchanged.
+
+        Any split of a sequence into pieces gives what `forward(causal=True)` gives on the whole. key_mask `[B, T]`.
+        """
+
+
+def keep_float32(module: nn.Module, apply: Callable, fn: Callable, recurse: bool) -> nn.Module:
+    """`nn.Module._apply`, after which the buffer `weight` has moved with the module but is still float32.
+
+    Random features rounded to half precision are other features: a checkpoint would mean something else.
+    """
+    weight = module.weight
+    apply(fn, recurse)
+    if isinstance(weight, Tensor) and module.weight.dtype != weight.dtype:
+        module.weight = weight.to(module.weight.device)
+    return module
+
+
+def reorder_state(state: SomeState, index: Tensor) -> SomeState:
+    """The state of the sequences `index` (beam search, dropping finished sequences)."""
+    return type(state)(*(tensor[index] for tensor in state))
+
+
+def state_bytes(state: State) -> int:
+    """Memory that a state holds."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in state)
+
+
+# What dense definitions share -----------------------------------------------------------------------------------------
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """`[B, K, S, D] -> [B, heads, S, D]`: each key head serves `heads / K` query heads in a row."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def visible(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None) -> Tensor:
+    """Which keys a query may see, `[B or 1, 1, T, S]`."""
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+    seen = (seen.tril() if causal else seen)[None, None]
+    return seen if key_mask is None else seen & key_mask[:, None, None]
+
+
+def masked_softmax(logits: Tensor, seen: Tensor) -> Tensor:
+    """Softmax over the visible keys; zeros in a row that sees none."""
+    logits = logits.masked_fill(~seen, -torch.inf)
+    top = logits.amax(-1, keepdim=True).detach()
+    weights = (logits - top.masked_fill(top == -torch.inf, 0)).exp()
+    return normalised(weights)
+
+
+def normalised(weights: Tensor) -> Tensor:
+    """Rows divided by their sums; a row of zeros stays one."""
+    total = weights.sum(-1, keepdim=True)
+    return weights / torch.where(total != 0, total, 1)
+
+
+def real_index(key_mask: Tensor | None, k: Tensor) -> Tensor:
+    """Each token's position among the real tokens of its sequence, `[B or 1, S]`; meaningless for masked ones."""
+    if key_mask is None:
+        return torch.arange(k.shape[2], device=k.device)[None]
+    return key_mask.cumsum(-1) - 1

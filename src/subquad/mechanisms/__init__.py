@@ -1,0 +1,27 @@
+"""All mechanisms. Adding one: its file, and a line in MECHANISMS."""
+
+import inspect
+from typing import Any
+
+from subquad import checks
+from subquad.mechanism import Mechanism
+from subquad.mechanisms.favor import FavorAttention
+from subquad.mechanisms.identity import IdentityAttention
+from subquad.mechanisms.linear import LinearAttention
+from subquad.mechanisms.softmax import SoftmaxAttention
+
+MECHANISMS: tuple[type[Mechanism], ...] = (SoftmaxAttention, IdentityAttention, LinearAttention, FavorAttention)
+
+
+def attention(name: str, *, head_dim: int, **options: Any) -> Mechanism:
+    """The mechanism called `name`, for heads of `head_dim`.
+
+    Example:
+        >>> attention("favor", head_dim=64, num_features=128, near=32).name
+        'favor'
+    """
+    by_name = {mechanism.name: mechanism for mechanism in MECHANISMS}
+    checks.mechanism_name(name, tuple(by_name))
+    known = [option for option in inspect.signature(by_name[name]).parameters if option != "head_dim"]
+    checks.option_names(name, options, known)
+    return by_name[name](head_dim=head_dim, **options)  # type: ignore[call-arg]

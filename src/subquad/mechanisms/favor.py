@@ -1,0 +1,326 @@
+"""FAVOR+ (Performer) with exact near blocks and sinks under one normaliser.
+
+A query attends exactly, by exp(q.k), to the first `sinks` real tokens, to its own block of `near` tokens and to the
+neighbouring ones (causal: the previous one); to all others, the far field, by random features. `near=0, sinks=0` is
+the estimator of the paper. Blocks and sinks are counted in real tokens, so padding moves no border.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from subquad import checks
+from subquad.features.positive import ESTIMATORS, FeatureMap, draw_weight, positive_map
+from subquad.features.trigonometric import trigonometric_features, trigonometric_log_weight
+from subquad.kernels import ops
+from subquad.kernels.favor import FavorInputs
+from subquad.kernels.linear import LinearInputs
+from subquad.mechanism import Mechanism, State, keep_float32, masked_softmax, normalised, real_index, repeat_heads, visible
+from subquad.mechanisms import favor_state
+from subquad.mechanisms.favor_state import FavorOptions, FavorState, map_heads
+from subquad.mechanisms.packing import pack, slots_of, unpack
+
+KERNELS = ("softmax", "gaussian")
+
+
+def favor_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    feature_map: FeatureMap,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    near: int = 64,
+    sinks: int = 4,
+    kernel: str = "softmax",
+    scale: float | None = None,
+    backend: str = "auto",
+    chunk: int | None = None,
+) -> Tensor:
+    """Softmax attention, exact near and at the sinks, estimated far away.
+
+    Cost: O(T M D) time, O(T D) memory, forward and backward.
+
+    Args:
+        q: `[B, H, T, D]`; k: `[B, K, S, D]`; v: `[B, K, S, Dv]`, H a multiple of K.
+        feature_map: from `subquad.features.draw_feature_map`; its tensors may need gradients.
+        key_mask: bool `[B, S]`, True where the token is real. With near > 0, rows of masked tokens are zero.
+        near: tokens per block, 0 for none (needed for cross-attention).
+        kernel: "softmax" exp(q.k), or "gaussian" exp(-|q - k|^2 / 2), both of scaled q, k.
+        scale: of the logits, `1 / sqrt(D)` unless given.
+        chunk: tokens done at once; speed only.
+    Returns:
+        `[B, H, T, Dv]`.
+    Example:
+        >>> from subquad.features import draw_feature_map
+        >>> favor_attention(*torch.randn(3, 1, 2, 5, 4), draw_feature_map(head_dim=4)).shape
+        torch.Size([1, 2, 5, 4])
+    """
+    options = make_options(near, sinks, kernel, scale, backend, chunk, head_dim=q.shape[-1])
+    checks.qkv("favor", q, k, v)
+    checks.feature_map("favor", feature_map, q, k)
+    checks.key_mask("favor", key_mask, k)
+    if causal:
+        checks.causal_lengths("favor", q, k)
+    if options.near:
+        checks.self_attention("favor", q, k, FavorAttention.cross_attention_advice)
+    return _attend(options, q, k, v, feature_map, causal, key_mask)
+
+
+def make_options(
+    near: int, sinks: int, kernel: str, scale: float | None, backend: str, chunk: int | None, *, head_dim: int
+) -> FavorOptions:
+    checks.choice("favor", "kernel", kernel, KERNELS)
+    checks.backend("favor", backend)
+    return FavorOptions(
+        near=checks.count("favor", "near", near, minimum=0),
+        sinks=checks.count("favor", "sinks", sinks, minimum=0),
+        gaussian=kernel == "gaussian",
+        scale=checks.scale("favor", scale, head_dim),
+        chunk=checks.optional_count("favor", "chunk", chunk) or 0,
+    )
+
+
+def _attend(
+    options: FavorOptions, q: Tensor, k: Tensor, v: Tensor, map: FeatureMap, causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    k, v = map_heads(map, q, k, v)
+    if not options.near:
+        return _attend_everywhere(options, q, k, v, map, causal, key_mask)
+    if key_mask is None:
+        return _attend_in_blocks(options, q, k, v, map, causal, None)
+    slots = slots_of(real_index(key_mask, k), key_mask, q.shape[2])
+    q, k, v = (pack(x, slots, q.shape[2]) for x in (q, k, v))
+    return unpack(_attend_in_blocks(options, q, k, v, map, causal, key_mask.sum(-1)), slots)
+
+
+def _attend_everywhere(
+    options: FavorOptions, q: Tensor, k: Tensor, v: Tensor, map: FeatureMap, causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    """No near blocks: any number of queries, padding anywhere."""
+    alive, seen, sink_k, sink_v = key_mask, None, k[:, :, :0], v[:, :, :0]
+    if options.sinks:
+        index = real_index(key_mask, k)
+        real = torch.ones_like(index, dtype=torch.bool) if key_mask is None else key_mask
+        slots = slots_of(index, real & (index < options.sinks), options.sinks)
+        sink_k, sink_v = (pack(x, slots, options.sinks) for x in (k, v))
+        alive = real & (index >= options.sinks)
+        count = real.cumsum(-1) if causal else real.sum(-1, keepdim=True).expand(-1, q.shape[2])
+        seen = count.clamp(max=options.sinks)
+    return options.run(FavorInputs(q, k, v, sink_k, sink_v, map, alive, None, seen, None, None), causal)[0]
+
+
+def _attend_in_blocks(
+    options: FavorOptions, q: Tensor, k: Tensor, v: Tensor, map: FeatureMap, causal: bool, lengths: Tensor | None
+) -> Tensor:
+    """Real tokens come first, `lengths` `[B]` of them (None: all)."""
+    sinks, length = options.sinks, q.shape[2]
+    index = torch.arange(length, device=q.device)[None]
+    total = torch.full_like(index[:, :1], length) if lengths is None else lengths[:, None]
+    alive = None if lengths is None and not sinks else (index >= sinks) & (index < total)
+    seen = (index + 1 if causal else total.expand(-1, length)).clamp(max=sinks) if sinks else None
+    inputs = FavorInputs(q, k, v, k[:, :, :sinks], v[:, :, :sinks], map, alive, None, seen, None, None)
+    return options.run(inputs, causal)[0]
+
+
+class FavorAttention(Mechanism):
+    """Attention of a Performer, made exact where that matters most.
+
+    Args:
+        head_dim: D of the queries and keys.
+        num_features: M. The far field's error falls slowly with it, time grows with it.
+        near: tokens per exact block; 0 for none, which cross-attention needs.
+        sinks: leading tokens that every query sees exactly.
+        estimator: "positive" (FAVOR+), "hyperbolic" (rows with both signs), "trigonometric" (signed; for study, only
+            with near=0, sinks=0).
+        coupling: "orthogonal" or "iid" rows.
+        kernel: "softmax" or "gaussian".
+        num_heads: heads of k, for a draw of its own in each (query heads that share a key head share its draw);
+            None draws once for all.
+        seed: of the draw. Only `redraw` changes it.
+
+    Example:
+        >>> attention = FavorAttention(head_dim=4, num_features=32)
+        >>> attention(*torch.randn(3, 1, 2, 5, 4), causal=True).shape
+        torch.Size([1, 2, 5, 4])
+    """
+
+    name = "favor"
+    cross_attention_advice = "use near=0 for cross-attention"
+    weight: Tensor
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_features: int = 256,
+        *,
+        near: int = 64,
+        sinks: int = 4,
+        estimator: str = "positive",
+        coupling: str = "orthogonal",
+        kernel: str = "softmax",
+        scale: float | None = None,
+        num_heads: int | None = None,
+        seed: int = 0,
+        backend: str = "auto",
+        chunk: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = checks.count(self.name, "head_dim", head_dim)
+        self.num_features = checks.count(self.name, "num_features", num_features)
+        self.options = make_options(near, sinks, kernel, scale, backend, chunk, head_dim=head_dim)
+        checks.choice(self.name, "estimator", estimator, (*ESTIMATORS, "trigonometric"))
+        self.estimator, self.coupling = estimator, coupling
+        self.num_heads = checks.optional_count(self.name, "num_heads", num_heads)
+        if self.trigonometric and (near or sinks):
+            raise checks.not_with_trigonometric(near, sinks)
+        self.register_buffer("weight", self._draw(seed))
+
+    @property
+    def trigonometric(self) -> bool:
+        return self.estimator == "trigonometric"
+
+    @property
+    def positional(self) -> bool:
+        return self.options.near > 0
+
+    @property
+    def convex(self) -> bool:
+        return not self.trigonometric
+
+    @property
+    def feature_map(self) -> FeatureMap:
+        return positive_map(self.weight)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens done at once, 0 to choose; speed only."""
+        return self.options.chunk
+
+    @chunk.setter
+    def chunk(self, value: int | None) -> None:
+        self.options = self.options._replace(chunk=checks.optional_count(self.name, "chunk", value) or 0)
+
+    def redraw(self, seed: int) -> None:
+        """Fresh random features, in place; the same seed gives the same ones on every machine and rank."""
+        self.weight.copy_(self._draw(seed))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
+    ) -> Tensor:
+        checks.forward(self, q, k, v, causal, key_mask)
+        checks.feature_map(self.name, self.feature_map, q, k)
+        if self.trigonometric:
+            return self._trigonometric(q, k, v, key_mask, None, causal)[0]
+        return _attend(self.options, q, k, v, self.feature_map, causal, key_mask)
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, FavorState]:
+        checks.extend(self, q, k, v, key_mask)
+        checks.feature_map(self.name, self.feature_map, q, k)
+        options, map = self.options, self.feature_map
+        k, v = map_heads(map, q, k, v)
+        shapes = favor_state.shapes(options, k, v, *self._state_sizes())
+        if state is None:
+            state = favor_state.empty(k, v, shapes)
+        else:
+            checks.state(self.name, state, FavorState, shapes)
+        if self.trigonometric:
+            out, far_max, far_sum = self._trigonometric(q, k, v, key_mask, state, True)
+            return out, state._replace(far_max=far_max, far_sum=far_sum)
+        return favor_state.extend(options, q, k, v, map, state, key_mask)
+
+    def _state_sizes(self) -> tuple[int, int]:
+        """Running maxima and features per head of the far field."""
+        return (1, 2 * self.num_features) if self.trigonometric else (self.num_features, self.num_features)
+
+    def attention_matrix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        causal: bool = False,
+        key_mask: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        checks.matrix(self, q, k, causal, key_mask, rows)
+        checks.feature_map(self.name, self.feature_map, q, k)
+        if key_mask is not None:
+            k = k.masked_fill(~key_mask[:, None, :, None], 0)
+        seen, exact = visible(q, k, causal, key_mask), self._exact_pairs(q, k, key_mask)
+        if self.positional and key_mask is not None:
+            seen = seen & key_mask[:, None, :, None]
+        if rows is not None:
+            q, seen, exact = q[:, :, rows], seen[:, :, rows], exact[:, :, rows]
+        x, y = (t * self.options.scale**0.5 for t in (q, repeat_heads(k, q.shape[1])))
+        weight = self.weight.to(q.dtype)
+        weight = weight if weight.shape[0] == 1 else weight.repeat_interleave(q.shape[1] // k.shape[1], 0)
+        if self.trigonometric:
+            log_weight = self._trigonometric_log_weight(y)
+            top = log_weight.amax(-1, keepdim=True).detach()
+            estimate = trigonometric_features(x, weight) @ trigonometric_features(y, weight).mT
+            return normalised(estimate * (log_weight - top).exp()[:, :, None] * seen)
+        logits = torch.where(exact, x @ y.mT, _log_estimate(x, y, weight))
+        if self.options.gaussian:
+            logits = logits - (y.square().sum(-1) / 2)[:, :, None]
+        return masked_softmax(logits, seen)
+
+    def _exact_pairs(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
+        """`[B or 1, 1, T, S]`: pairs whose weight is exact."""
+        near, sinks = self.options.near, self.options.sinks
+        index = real_index(key_mask, k)
+        exact = (index < sinks)[:, None].expand(-1, q.shape[2], -1)
+        if near:
+            block = index // near
+            exact = exact | ((block[:, :, None] - block[:, None]).abs() <= 1)
+        return exact[:, None]
+
+    def _trigonometric_log_weight(self, y: Tensor) -> Tensor:
+        """The Gaussian kernel's weight exp(-|y|^2 / 2) takes away what the softmax kernel's brings."""
+        return torch.zeros_like(y[..., 0]) if self.options.gaussian else trigonometric_log_weight(y)
+
+    def _trigonometric(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: FavorState | None, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Signed features go through the linear engine: no logarithms, one running maximum per head."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        if key_mask is not None:
+            k = k.masked_fill(~key_mask[:, None, :, None], 0)
+        x, y = (t.to(dtype) * self.options.scale**0.5 for t in (q, k))
+        weight = self.weight.to(dtype)
+        groups = q.shape[1] // k.shape[1] if weight.shape[0] > 1 else 1
+        phi_q = trigonometric_features(x, weight.repeat_interleave(groups, 0))
+        phi_k = trigonometric_features(y, weight)
+        far = (None, None) if state is None else (state.far_max, state.far_sum)
+        inputs = LinearInputs(
+            phi_q, phi_k, v.to(dtype), None, self._trigonometric_log_weight(y), key_mask, *far
+        )
+        out, *far = ops.linear_attention(
+            inputs, feature_map="identity", causal=causal, root=1.0, chunk=self.options.chunk
+        )
+        return out.to(q.dtype), *far
+
+    def _draw(self, seed: int) -> Tensor:
+        estimator = "positive" if self.trigonometric else self.estimator
+        return draw_weight(
+            self.head_dim,
+            self.num_features,
+            estimator=estimator,
+            coupling=self.coupling,
+            num_heads=self.num_heads,
+            seed=seed,
+        )
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        return keep_float32(self, super()._apply, fn, recurse)
+
+
+def _log_estimate(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """log of (1/M) sum_r exp(w_r.x - |x|^2/2) exp(w_r.y - |y|^2/2), which estimates exp(x.y). `[B, H, T, S]`."""
+    log_phi = x @ weight.mT - x.square().sum(-1, keepdim=True) / 2
+    log_psi = y @ weight.mT - y.square().sum(-1, keepdim=True) / 2
+    rows = [(log_phi[:, :, t, None] + log_psi).logsumexp(-1) for t in range(x.shape[2])]  # T x S x M is too much
+    return torch.stack(rows, dim=2) - math.log(weight.shape[1])

@@ -1,0 +1,237 @@
+"""Decoding with FAVOR attention: a state of constant size, extended by any number of tokens at a time.
+
+The far field holds whole blocks only. A state therefore keeps, beside it, the previous block and the unfinished one
+as they are, and folds a block away when a new one begins. Sequences of one batch may stand at different positions.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad.features import FeatureMap
+from subquad.kernels import ops
+from subquad.kernels.favor import FavorInputs
+from subquad.kernels.favor.problem import normalise
+from subquad.kernels.logs import LogFeatures, half_square
+from subquad.kernels.problem import DEAD, FLOOR
+from subquad.kernels.tiles import with_ones
+from subquad.mechanism import repeat_heads
+from subquad.mechanisms.packing import pack, put, slots_of, unpack
+
+
+class FavorState(NamedTuple):
+    """Constant in size. C = near, M features.
+
+    count `[B]`: real tokens so far. sink_k, sink_v `[B, K, sinks, ..]`. block_k, block_v `[B, K, 2C, ..]`: the
+    previous block and the unfinished one. far_max `[B, K, M]`, far_sum `[B, K, M, Dv + 1]`: all tokens before those.
+    """
+
+    count: Tensor
+    sink_k: Tensor
+    sink_v: Tensor
+    block_k: Tensor
+    block_v: Tensor
+    far_max: Tensor
+    far_sum: Tensor
+
+
+class FavorOptions(NamedTuple):
+    near: int
+    sinks: int
+    gaussian: bool
+    scale: float
+    chunk: int
+
+    def run(self, inputs: FavorInputs, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        return ops.favor_attention(
+            inputs, near=self.near, causal=causal, scale=self.scale, gaussian=self.gaussian, chunk=self.chunk
+        )
+
+
+def map_heads(map: FeatureMap, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values as the map wants them: repeated where it has a map for every query head."""
+    if map.query.shape[0] in (1, k.shape[1]):
+        return k, v
+    return repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+
+
+def shapes(options: FavorOptions, k: Tensor, v: Tensor, maxima: int, features: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of a state's tensors."""
+    batch, heads, _, dim = k.shape
+    sinks, blocks, value_dim = options.sinks, 2 * options.near, v.shape[-1]
+    return (
+        (batch,),
+        *((batch, heads, sinks, size) for size in (dim, value_dim)),
+        *((batch, heads, blocks, size) for size in (dim, value_dim)),
+        (batch, heads, maxima),
+        (batch, heads, features, value_dim + 1),
+    )
+
+
+def empty(k: Tensor, v: Tensor, shapes: tuple[tuple[int, ...], ...]) -> FavorState:
+    far_dtype = torch.promote_types(k.dtype, torch.float32)
+    return FavorState(
+        k.new_zeros(shapes[0], dtype=torch.int64),
+        *(k.new_zeros(shape) for shape in shapes[1:5]),
+        k.new_full(shapes[5], FLOOR, dtype=far_dtype),
+        k.new_zeros(shapes[6], dtype=far_dtype),
+    )
+
+
+def extend(
+    options: FavorOptions,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    map: FeatureMap,
+    state: FavorState,
+    key_mask: Tensor | None,
+) -> tuple[Tensor, FavorState]:
+    real = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+    if q.shape[2] == 1:
+        return _Step(options, map, state, real[:, 0]).extend(q, k, v)
+    index = state.count[:, None] + real.cumsum(-1) - 1  # position among the real tokens of the sequence
+    slots = slots_of(index, real & (index < options.sinks), options.sinks)
+    state = state._replace(sink_k=put(state.sink_k, k, slots), sink_v=put(state.sink_v, v, slots))
+    if options.near:
+        return _extend_blocks(options, q, k, v, map, state, real)
+    seen = (index + 1).clamp(max=options.sinks) if options.sinks else None
+    alive = real & (index >= options.sinks)
+    far = state.far_max, state.far_sum
+    inputs = FavorInputs(q, k, v, state.sink_k, state.sink_v, map, alive, None, seen, *far)
+    out, far_max, far_sum = options.run(inputs, causal=True)
+    return out, state._replace(count=state.count + real.sum(-1), far_max=far_max, far_sum=far_sum)
+
+
+def _extend_blocks(
+    options: FavorOptions,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    map: FeatureMap,
+    state: FavorState,
+    real: Tensor,
+) -> tuple[Tensor, FavorState]:
+    """Lines the kept blocks and the new tokens up, so that blocks begin at multiples of `near` again.
+
+        slot     0 .. C-1         C .. 2C-1                        2C ..
+        holds    previous block   unfinished block, new tokens     new tokens
+    """
+    block, length = options.near, 2 * options.near + q.shape[2]
+    offset = block + state.count % block  # slot of the first new token
+    slots = slots_of(offset[:, None] + real.cumsum(-1) - 1, real, length)
+    line_k, line_v = (
+        put(torch.cat([kept, kept.new_zeros(*new.shape[:2], new.shape[2], new.shape[3])], 2), new, slots)
+        for kept, new in ((state.block_k, k), (state.block_v, v))
+    )
+    end = offset + real.sum(-1)
+    slot = torch.arange(length, device=q.device)
+    index = (state.count - offset)[:, None] + slot  # position of a slot's token among the real ones
+    alive = (index >= options.sinks) & (index >= 0) & (slot < end[:, None])
+    current = end // block  # the block that stays unfinished
+    fold = alive & (slot // block <= current[:, None] - 2)
+    seen = (index + 1).clamp(0, options.sinks) if options.sinks else None
+    inputs = FavorInputs(
+        pack(q, slots, length),
+        *(line_k, line_v, state.sink_k, state.sink_v, map, alive, fold, seen, state.far_max, state.far_sum),
+    )
+    out, far_max, far_sum = options.run(inputs, causal=True)
+    kept = ((current - 1) * block)[:, None] + torch.arange(2 * block, device=q.device)
+    kept = slots_of(kept, kept < end[:, None], length)
+    return unpack(out, slots), FavorState(
+        state.count + real.sum(-1),
+        *(state.sink_k, state.sink_v, unpack(line_k, kept), unpack(line_v, kept)),
+        *(far_max, far_sum),
+    )
+
+
+class _Step:
+    """One new token per sequence, in a handful of small operations. real `[B]`: whether it counts."""
+
+    def __init__(self, options: FavorOptions, map: FeatureMap, state: FavorState, real: Tensor) -> None:
+        self.options, self.state, self.real = options, state, real
+        self.dtype = state.far_sum.dtype
+        self.features = LogFeatures(map, self.dtype, options.gaussian)
+        self.root = options.scale**0.5
+
+    def extend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, FavorState]:
+        state, near, sinks = self.state, self.options.near, self.options.sinks
+        count = state.count + self.real
+        sink_k, sink_v = self._write(state.sink_k, state.sink_v, k, v, state.count)
+        block_k, block_v, far = state.block_k, state.block_v, (state.far_max, state.far_sum)
+        if near:
+            block_k, block_v = self._write(block_k, block_v, k, v, near + state.count % near)
+        else:
+            far = self._fold(k, v, self.real & (state.count >= sinks), far)
+        out = self._read(q, (sink_k, block_k), (sink_v, block_v), far)
+        if near:
+            out = out.masked_fill(~self.real[:, None, None, None], 0)
+            block_k, block_v, far = self._begin_block(count, block_k, block_v, far)
+        return out, FavorState(count, sink_k, sink_v, block_k, block_v, *far)
+
+    def _write(self, kept_k: Tensor, kept_v: Tensor, k: Tensor, v: Tensor, slot: Tensor) -> tuple[Tensor, Tensor]:
+        here = torch.arange(kept_k.shape[2], device=k.device) == slot[:, None]
+        here = (here & self.real[:, None])[:, None, :, None]
+        return torch.where(here, k, kept_k), torch.where(here, v, kept_v)
+
+    def _fold(
+        self, k: Tensor, v: Tensor, alive: Tensor, far: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The far field with more keys in it. k `[B, K, N, D]`, alive `[B]` or `[B, N]`."""
+        alive = alive.view(k.shape[0], 1, -1)
+        y, values = k.to(self.dtype) * self.root, with_ones(v.to(self.dtype))
+        y, values = (t.masked_fill(~alive[..., None], 0) for t in (y, values))
+        logs = self.features.of_keys(y, torch.where(alive, 0.0, DEAD).to(self.dtype))
+        grown = torch.maximum(far[0], logs.amax(-2)).detach()
+        weights = (logs - grown[:, :, None]).exp()
+        return grown, weights.mT @ values + far[1] * (far[0] - grown).exp()[..., None]
+
+    def _begin_block(
+        self, count: Tensor, block_k: Tensor, block_v: Tensor, far: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """Where the block is full, folds the previous one away and moves up."""
+        near = self.options.near
+        full = self.real & (count % near == 0)
+        if not torch.compiler.is_compiling() and not bool(full.any()):
+            return block_k, block_v, far
+        index = (count - 2 * near)[:, None] + torch.arange(near, device=count.device)
+        alive = full[:, None] & (index >= self.options.sinks) & (index >= 0)
+        folded = self._fold(block_k[:, :, :near], block_v[:, :, :near], alive, far)
+        moved = (torch.cat([b[:, :, near:], torch.zeros_like(b[:, :, near:])], 2) for b in (block_k, block_v))
+        select = full[:, None, None, None]
+        block_k, block_v = (
+            torch.where(select, m, b) for m, b in zip(moved, (block_k, block_v), strict=True)
+        )
+        return block_k, block_v, folded
+
+    def _read(
+        self, q: Tensor, keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor], far: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        key_heads = far[0].shape[1]
+        x = q.to(self.dtype).reshape(q.shape[0], key_heads, -1, q.shape[-1]) * self.root  # a group's heads as rows
+        logs, scalar = self.features.of_queries(x)
+        logs = logs + far[0][:, :, None]
+        y = torch.cat(keys, 2).to(self.dtype) * self.root
+        logits = x @ y.mT
+        if self.options.gaussian:
+            logits = logits - half_square(y)[:, :, None]
+        logits = logits.masked_fill(~self._exact_mask()[:, None, None], -torch.inf) - scalar[..., None]
+        everything = torch.cat([logs, logits], -1)
+        reference = everything.amax(-1).detach()
+        weights = (everything - reference[..., None]).exp()
+        features = logs.shape[-1]
+        numerator = weights[..., :features] @ far[1]
+        numerator = numerator + weights[..., features:] @ with_ones(torch.cat(values, 2).to(self.dtype))
+        out, _ = normalise(numerator, reference)
+        return out.reshape(q.shape[0], q.shape[1], 1, -1).to(q.dtype)
+
+    def _exact_mask(self) -> Tensor:
+        """`[B, sinks + 2 near]`: which kept keys the new token sees; it is among them itself."""
+        near, sinks, count = self.options.near, self.options.sinks, self.state.count[:, None]
+        seen = self.state.count[:, None] + self.real[:, None]
+        sink = torch.arange(sinks, device=count.device) < seen
+        if not near:
+            return sink
+        index = count - count % near - near + torch.arange(2 * near, device=count.device)
+        return torch.cat([sink, (index >= sinks) & (index >= 0) & (index < seen)], 1)

@@ -1,0 +1,66 @@
+"""No attention at all: every token keeps its own value. The lower bound in timing plots."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad import checks
+from subquad.mechanism import Mechanism, State, normalised, repeat_heads, visible
+
+
+class IdentityState(NamedTuple):
+    """Real tokens seen so far, `[B]`."""
+
+    count: Tensor
+
+
+class IdentityAttention(Mechanism):
+    """out_t = v_t, zero where the token is masked.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 2, 5, 4)
+        >>> bool((IdentityAttention(head_dim=4)(q, k, v) == v).all())
+        True
+    """
+
+    name = "identity"
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = checks.count(self.name, "head_dim", head_dim)
+
+    @property
+    def positional(self) -> bool:
+        return True
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
+    ) -> Tensor:
+        checks.forward(self, q, k, v, causal, key_mask)
+        out = repeat_heads(v, q.shape[1])
+        return out.clone() if key_mask is None else out.masked_fill(~key_mask[:, None, :, None], 0)
+
+    def attention_matrix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        causal: bool = False,
+        key_mask: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        checks.matrix(self, q, k, causal, key_mask, rows)
+        diagonal = torch.eye(q.shape[2], dtype=q.dtype, device=q.device) * visible(q, k, causal, key_mask)
+        diagonal = diagonal.expand(q.shape[0], q.shape[1], -1, -1)
+        return normalised(diagonal if rows is None else diagonal[:, :, rows])
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, IdentityState]:
+        checks.extend(self, q, k, v, key_mask)
+        if state is not None:
+            checks.state(self.name, state, IdentityState, ((q.shape[0],),))
+        past = q.new_zeros(q.shape[0], dtype=torch.int64) if state is None else state[0]
+        new = q.shape[2] if key_mask is None else key_mask.sum(-1)
+        return self(q, k, v, causal=True, key_mask=key_mask), IdentityState(past + new)

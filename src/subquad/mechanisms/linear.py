@@ -1,0 +1,286 @@
+"""Linear attention: a positive feature map in place of the exponential (Linear Transformer, generalised Performer)."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad import checks
+from subquad.features.draws import gaussian_rows
+from subquad.features.elementwise import ELEMENTWISE
+from subquad.features.positive import FeatureMap
+from subquad.kernels import ops
+from subquad.kernels.favor import FavorInputs
+from subquad.kernels.linear import LinearInputs
+from subquad.kernels.logs import project
+from subquad.kernels.problem import FLOOR
+from subquad.kernels.tiles import with_ones
+from subquad.mechanism import Mechanism, State, keep_float32, masked_softmax, normalised, repeat_heads, visible
+
+FEATURE_MAPS = ("elu1", "relu", "softplus", "relu2", "exp")
+
+PhiFunction = Callable[[Tensor], Tensor]
+
+
+class LinearState(NamedTuple):
+    """Constant in size. far_sum `[B, K, M, Dv + 1]`: sum of phi(k) [v, 1]. far_max `[B, K, M or 1]`: log of its unit."""
+
+    far_max: Tensor
+    far_sum: Tensor
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    feature_map: str | PhiFunction = "elu1",
+    projection: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+    chunk: int | None = None,
+) -> Tensor:
+    """out_t = sum_s phi(q_t).phi(k_s) v_s / sum_s phi(q_t).phi(k_s), over s <= t if causal.
+
+    Cost: O(T M Dv) time, O(T D) memory, forward and backward. It is its own kernel; it does not approximate softmax.
+
+    Args:
+        q: `[B, H, T, D]`; k: `[B, K, S, D]`; v: `[B, K, S, Dv]`, H a multiple of K.
+        feature_map: "elu1", "relu", "softplus", "relu2", "exp", or a function `[..., D] -> [..., M]` with outputs >= 0
+            (its outputs are then kept for the backward).
+        projection: `[K or 1, M, D]`: phi acts on `projection @ x`, x = sqrt(scale) q, as in the Performer's generalised
+            attention. Without it phi acts on q and k as they are.
+        scale: only with a projection; `1 / sqrt(D)` unless given.
+        chunk: tokens done at once; speed only.
+    Returns:
+        `[B, H, T, Dv]`. A row whose weights are all zero (relu) is zero.
+    Example:
+        >>> linear_attention(*torch.randn(3, 1, 2, 5, 4), causal=True).shape
+        torch.Size([1, 2, 5, 4])
+    """
+    checks.qkv("linear", q, k, v)
+    checks.key_mask("linear", key_mask, k)
+    checks.backend("linear", backend)
+    if causal:
+        checks.causal_lengths("linear", q, k)
+    if scale is not None and projection is None:
+        raise checks.only_with_projection("scale")
+    root = 1.0 if projection is None else checks.scale("linear", scale, q.shape[-1]) ** 0.5
+    phi = _Phi(feature_map, projection, root, checks.optional_count("linear", "chunk", chunk) or 0)
+    return phi.attend(q, k, v, causal, key_mask, None)[0]
+
+
+class _Phi:
+    """A feature map with its projection, and the engine that serves it."""
+
+    def __init__(self, feature_map: str | PhiFunction, projection: Tensor | None, root: float, chunk: int) -> None:
+        if not callable(feature_map) and feature_map not in FEATURE_MAPS:
+            raise checks.not_a_feature_map(feature_map, FEATURE_MAPS)
+        self.feature_map, self.projection, self.root, self.chunk = feature_map, projection, root, chunk
+
+    @property
+    def in_log_space(self) -> bool:
+        """exp(x) overflows long before its ratios do, so it never leaves the logarithm."""
+        return self.feature_map == "exp"
+
+    def logs(self, x: Tensor) -> Tensor:
+        """What phi is applied to."""
+        x = x * self.root
+        return x if self.projection is None else project(x, _for_heads(self.projection.to(x.dtype), x))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        phi = self.feature_map if callable(self.feature_map) else ELEMENTWISE[self.feature_map].phi
+        return phi(self.logs(x))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, state: LinearState | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, and when causal the state after the last token."""
+        far = (None, None) if state is None else tuple(state)
+        if self.in_log_space:
+            inputs = FavorInputs(q, k, v, k[:, :, :0], v[:, :, :0], self._as_map(k), key_mask, None, None, *far)
+            return ops.favor_attention(
+                inputs, near=0, causal=causal, scale=self.root**2, gaussian=False, chunk=self.chunk
+            )
+        if callable(self.feature_map):
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            if key_mask is not None:  # the function must not see what a masked key holds
+                k = k.masked_fill(~key_mask[:, None, :, None], 0)
+            inputs = LinearInputs(self(q.to(dtype)), self(k.to(dtype)), v.to(dtype), None, None, key_mask, *far)
+            out, *far = ops.linear_attention(inputs, feature_map="identity", causal=causal, root=1.0, chunk=self.chunk)
+            return out.to(q.dtype), *far
+        inputs = LinearInputs(q, k, v, self.projection, None, key_mask, *far)
+        return ops.linear_attention(
+            inputs, feature_map=str(self.feature_map), causal=causal, root=self.root, chunk=self.chunk
+        )
+
+    def _as_map(self, k: Tensor) -> FeatureMap:
+        weight = self.projection
+        if weight is None:
+            weight = torch.eye(k.shape[-1], dtype=torch.float32, device=k.device)[None]
+        return FeatureMap(weight, weight, weight.new_zeros(weight.shape[:2]), rule="none")
+
+
+def _for_heads(weight: Tensor, x: Tensor) -> Tensor:
+    """A weight per key head, repeated for the query heads that share it."""
+    return weight if weight.shape[0] == 1 else weight.repeat_interleave(x.shape[1] // weight.shape[0], 0)
+
+
+class LinearAttention(Mechanism):
+    """Attention with the kernel phi(q).phi(k): an RNN when decoding.
+
+    Args:
+        head_dim: D of the queries and keys.
+        feature_map: as in `linear_attention`.
+        num_features: rows of a random projection before phi (the Performer's generalised attention); None for none.
+        coupling, num_heads, scale, seed: of that projection, as in `FavorAttention`; by default "orthogonal", one draw
+            for all heads, `1 / sqrt(head_dim)`, 0.
+
+    Example:
+        >>> LinearAttention(head_dim=4)(*torch.randn(3, 1, 2, 5, 4), causal=True).shape
+        torch.Size([1, 2, 5, 4])
+    """
+
+    name = "linear"
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        feature_map: str | PhiFunction = "elu1",
+        num_features: int | None = None,
+        coupling: str | None = None,
+        num_heads: int | None = None,
+        scale: float | None = None,
+        seed: int | None = None,
+        backend: str = "auto",
+        chunk: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = checks.count(self.name, "head_dim", head_dim)
+        self.num_features = checks.optional_count(self.name, "num_features", num_features)
+        self.num_heads = checks.optional_count(self.name, "num_heads", num_heads)
+        self.coupling = coupling or "orthogonal"
+        self.chunk = checks.optional_count(self.name, "chunk", chunk) or 0
+        checks.backend(self.name, backend)
+        projected = num_features is not None
+        for option, value in (("coupling", coupling), ("num_heads", num_heads), ("scale", scale), ("seed", seed)):
+            if value is not None and not projected:
+                raise checks.only_with_projection(option)
+        self.root = checks.scale(self.name, scale, head_dim) ** 0.5 if projected else 1.0
+        self.feature_map = feature_map
+        self.register_buffer("weight", self._draw(seed or 0) if projected else None)
+        _ = self._phi  # complain about the feature map now
+
+    @property
+    def _phi(self) -> _Phi:
+        return _Phi(self.feature_map, self.weight, self.root, self.chunk)
+
+    def redraw(self, seed: int) -> None:
+        """A fresh random projection, in place."""
+        if self.weight is None:
+            raise checks.nothing_to_redraw()
+        self.weight.copy_(self._draw(seed))
+
+    def _draw(self, seed: int) -> Tensor:
+        assert self.num_features is not None
+        generator = torch.Generator().manual_seed(checks.seed(self.name, seed))
+        draws = (
+            gaussian_rows(self.num_features, self.head_dim, self.coupling, generator)
+            for _ in range(self.num_heads or 1)
+        )
+        return torch.stack(list(draws)).float()
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
+    ) -> Tensor:
+        checks.forward(self, q, k, v, causal, key_mask)
+        self._check_heads(k)
+        return self._phi.attend(q, k, v, causal, key_mask, None)[0]
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, LinearState]:
+        checks.extend(self, q, k, v, key_mask)
+        self._check_heads(k)
+        state = self._checked_state(k, v, state)
+        if q.shape[2] == 1:
+            return self._step(q, k, v, state, key_mask)
+        out, *far = self._phi.attend(q, k, v, True, key_mask, state)
+        return out, LinearState(*far)
+
+    def attention_matrix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        causal: bool = False,
+        key_mask: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        checks.matrix(self, q, k, causal, key_mask, rows)
+        self._check_heads(k)
+        seen = visible(q, k, causal, key_mask)
+        if key_mask is not None:
+            k = k.masked_fill(~key_mask[:, None, :, None], 0)
+        if rows is not None:
+            q, seen = q[:, :, rows], seen[:, :, rows]
+        phi, k = self._phi, repeat_heads(k, q.shape[1])
+        if phi.in_log_space:
+            log_phi, log_psi = phi.logs(q), phi.logs(k)
+            return masked_softmax((log_phi[:, :, :, None] + log_psi[:, :, None]).logsumexp(-1), seen)
+        return normalised(phi(q) @ phi(k).mT * seen)
+
+    def _check_heads(self, k: Tensor) -> None:
+        if self.weight is not None:
+            checks.projection_heads(self.name, self.weight, k)
+
+    def _checked_state(self, k: Tensor, v: Tensor, state: State | None) -> LinearState | None:
+        if state is None:
+            return None
+        features = None if callable(self.feature_map) else self.num_features or self.head_dim
+        maxima = features if self._phi.in_log_space else 1
+        heads = k.shape[:2]
+        checks.state(self.name, state, LinearState, ((*heads, maxima), (*heads, features, v.shape[-1] + 1)))
+        return LinearState(*state)
+
+    def _step(
+        self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, LinearState]:
+        """One new token, in a handful of small operations."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        x, y, values = q.to(dtype), k.to(dtype), with_ones(v.to(dtype))
+        if key_mask is not None:
+            y, values = (t.masked_fill(~key_mask[:, None, :, None], 0) for t in (y, values))
+        phi = self._phi
+        if phi.in_log_space:
+            query, key = phi.logs(x), phi.logs(y)
+            if key_mask is not None:
+                key = key.masked_fill(~key_mask[:, None, :, None], FLOOR)
+        else:
+            query, key = phi(x), phi(y)
+        heads, features = k.shape[:2], key.shape[-1]
+        if state is None:
+            far_max = key.new_full((*heads, features), FLOOR) if phi.in_log_space else key.new_zeros(*heads, 1)
+            state = LinearState(far_max, key.new_zeros(*heads, features, values.shape[-1]))
+        far_max, far_sum = state
+        if phi.in_log_space:
+            grown = torch.maximum(far_max, key[:, :, 0]).detach()
+            far_sum = far_sum * (far_max - grown).exp()[..., None]
+            key, far_max = (key - grown[:, :, None]).exp(), grown
+            query = query + repeat_heads(grown[:, :, None], q.shape[1])
+            query = (query - query.amax(-1, keepdim=True).detach()).exp()
+        far_sum = far_sum + key.mT @ values  # a masked token's values, and its 1, are zero
+        rows = query.reshape(*heads, -1, features)  # the heads that share a key head
+        size = rows.amax(-1, keepdim=True).detach()
+        numerator = (rows / torch.where(size > 0, size, 1)) @ far_sum
+        total = numerator[..., -1:]
+        out = numerator[..., :-1] / torch.where(total != 0, total, 1)
+        return out.reshape(*q.shape[:3], -1).to(q.dtype), LinearState(far_max, far_sum)
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        return keep_float32(self, super()._apply, fn, recurse)

@@ -1,0 +1,123 @@
+"""Exact softmax attention, by torch's own kernels: the yardstick."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subquad import checks
+from subquad.mechanism import Mechanism, State, masked_softmax, repeat_heads, visible
+
+
+class SoftmaxState(NamedTuple):
+    """All past keys and values `[B, K, S, ...]` and which of them are real `[B, S]`: grows with the length."""
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(scale * q k^T) v.
+
+    Cost: O(T S D) time, O(T D) memory without a mask.
+
+    Args:
+        q: `[B, H, T, D]`; k: `[B, K, S, D]`; v: `[B, K, S, Dv]`, H a multiple of K.
+        key_mask: bool `[B, S]`, True where the key is real.
+        scale: `1 / sqrt(D)` unless given.
+    Returns:
+        `[B, H, T, Dv]`.
+    Example:
+        >>> softmax_attention(*torch.randn(3, 1, 2, 5, 4)).shape
+        torch.Size([1, 2, 5, 4])
+    """
+    checks.qkv("softmax", q, k, v)
+    checks.key_mask("softmax", key_mask, k)
+    if causal:
+        checks.causal_lengths("softmax", q, k)
+    scale = checks.scale("softmax", scale, q.shape[-1])
+    if key_mask is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=_grouped(q, k))
+    return _masked(q, k, v, visible(q, k, causal, key_mask), key_mask, scale)
+
+
+def _grouped(q: Tensor, k: Tensor) -> bool:
+    return q.shape[1] != k.shape[1]
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, key_mask: Tensor, scale: float) -> Tensor:
+    """seen `[B, 1, T, S]`. What masked keys hold must not matter, and rows that see nothing become zeros."""
+    k, v = (t.masked_fill(~key_mask[:, None, :, None], 0) for t in (k, v))
+    sees = seen.any(-1, keepdim=True)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | ~sees, scale=scale, enable_gqa=_grouped(q, k))
+    return out.masked_fill(~sees, 0)
+
+
+class SoftmaxAttention(Mechanism):
+    """Exact attention behind the contract; `extend` keeps all keys and values.
+
+    Example:
+        >>> SoftmaxAttention(head_dim=4)(*torch.randn(3, 1, 2, 5, 4), causal=True).shape
+        torch.Size([1, 2, 5, 4])
+    """
+
+    name = "softmax"
+
+    def __init__(self, head_dim: int, *, scale: float | None = None) -> None:
+        super().__init__()
+        self.head_dim = checks.count(self.name, "head_dim", head_dim)
+        self.scale = checks.scale(self.name, scale, head_dim)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
+    ) -> Tensor:
+        checks.forward(self, q, k, v, causal, key_mask)
+        return softmax_attention(q, k, v, causal=causal, key_mask=key_mask, scale=self.scale)
+
+    def attention_matrix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        causal: bool = False,
+        key_mask: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        checks.matrix(self, q, k, causal, key_mask, rows)
+        seen = visible(q, k, causal, key_mask)
+        if key_mask is not None:
+            k = k.masked_fill(~key_mask[:, None, :, None], 0)
+        if rows is not None:
+            q, seen = q[:, :, rows], seen[:, :, rows]
+        return masked_softmax(self.scale * q @ repeat_heads(k, q.shape[1]).mT, seen)
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, SoftmaxState]:
+        checks.extend(self, q, k, v, key_mask)
+        mask = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+        state = SoftmaxState(*self._with_past(k, v, mask, state))
+        new, total = q.shape[2], state.k.shape[2]
+        if new == 1 and bool(state.mask.all()):  # one new token sees everything: no mask to build
+            return softmax_attention(q, state.k, state.v, scale=self.scale), state
+        seen = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new) & state.mask[:, None, None]
+        return _masked(q, state.k, state.v, seen, state.mask, self.scale), state
+
+    def _with_past(self, k: Tensor, v: Tensor, mask: Tensor, state: State | None) -> tuple[Tensor, Tensor, Tensor]:
+        if state is None:
+            return k, v, mask
+        batch, heads = k.shape[:2]
+        shapes = ((batch, heads, None, k.shape[3]), (batch, heads, None, v.shape[3]), (batch, None))
+        checks.state(self.name, state, SoftmaxState, shapes)
+        past_k, past_v, past_mask = state
+        return torch.cat([past_k, k], 2), torch.cat([past_v, v], 2), torch.cat([past_mask, mask], 1)
