@@ -1,7 +1,7 @@
 """Linear attention in plain torch: out_t = sum_s phi(q_t).phi(k_s) v_s / sum_s phi(q_t).phi(k_s).
 
 phi acts on each number of x, or of W x. Keys may carry a log-weight, kept at one running maximum per head (signed
-features cannot have one per feature). Features live for one tile only, forward and backward.
+features cannot have one per feature), within a block one per row. Features live for one tile only, forward and backward.
 """
 
 from typing import NamedTuple
@@ -92,10 +92,19 @@ class _Keys(NamedTuple):
     tile: KeyTile
     projected: Tensor  # [B, K, N, C, M]
     phi: Tensor
+    log_weight: Tensor | None  # [B, K, N, C]
     factor: Tensor | None  # [B, K, N, C, 1] exp(log-weight - after), 0 for dead keys; None: all 1
     weights: Tensor  # phi * factor
     before: Tensor  # [B, K, N, 1] running maxima of the log-weights, before and after each block
     after: Tensor
+
+
+class _OwnGradients(NamedTuple):
+    """What the rows of a causal block give back to its own keys."""
+
+    phi: Tensor
+    values: Tensor
+    log_weight: Tensor
 
 
 class _Engine:
@@ -172,6 +181,7 @@ class _Engine:
         phi = self.map.phi(projected)
         before = after = far_max[:, :, None].expand(-1, -1, blocks, -1)
         factor = None if tile.alive is None else tile.alive[..., None].to(phi.dtype)
+        log_weight = None
         if self.inputs.log_weight is not None:
             log_weight = window(self.inputs.log_weight, first, first + self.block * blocks).to(phi.dtype)
             log_weight = to_blocks(log_weight, self.block)
@@ -180,7 +190,8 @@ class _Engine:
             if not at_final_maximum:
                 before, after = running_maxima(log_weight.amax(-1, keepdim=True), far_max)
             factor = (log_weight - after).exp()[..., None]
-        return _Keys(tile, projected, phi, factor, phi if factor is None else phi * factor, before, after)
+        weights = phi if factor is None else phi * factor
+        return _Keys(tile, projected, phi, log_weight, factor, weights, before, after)
 
     def _summary(self, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         for first in range(0, self.p.key_length, self.tile):
@@ -199,11 +210,11 @@ class _Engine:
     def _open(
         self, start: int, state: tuple[Tensor, Tensor]
     ) -> tuple[_Keys, Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Keys of a causal tile, the states its blocks read (at the maxima after them), the decays, the last state."""
+        """Keys of a causal tile, the states its blocks read, the decays, the last state."""
         keys = self._keys(start, self._blocks(start, self.p.length), state[0])
         decay = (keys.before - keys.after).exp()
         states, last = scan(keys.weights.mT @ keys.tile.v, decay, state[1])
-        return keys, states.mul_(decay[..., None]), decay, (keys.after[:, :, -1], last)
+        return keys, states, decay, (keys.after[:, :, -1], last)
 
     def _queries(self, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = self.p.queries(start, self.block, self._blocks(start, self.p.length))
@@ -218,7 +229,10 @@ class _Engine:
         weights = phi / size
         numerator = weights @ states
         if own is not None:
-            numerator += self.p.causal_scores(weights @ own.weights.mT, self.block) @ own.tile.v
+            of_state, of_own = self._row_factors(own)
+            if of_state is not None:
+                numerator *= of_state
+            numerator += self._own_scores(weights, own, of_own) @ own.tile.v
         total = numerator[..., -1]
         seen = total != 0
         divisor = torch.where(seen, total, 1)[..., None]
@@ -227,45 +241,72 @@ class _Engine:
 
     def _read_backward(
         self, start: int, states: Tensor, own: _Keys | None, saved: Saved, into: LinearGradients
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Adds the queries' gradients; returns those of the states, and of the own block's weights and values."""
+    ) -> tuple[Tensor, "_OwnGradients | None"]:
+        """Adds the queries' gradients; returns those of the states, and of the own block's keys."""
         x, projected, phi, size = self._queries(start)
         grad, total = self.p.output_gradient(saved, start, self.block, x.shape[2])
         grad = grad / total[..., None]
         weights = phi / size
         dweights = grad @ states.mT
-        own_gradients = None
+        reads, own_gradients = weights.mT @ grad, None
         if own is not None:
-            scores = self.p.causal_scores(weights @ own.weights.mT, self.block)
+            of_state, of_own = self._row_factors(own)
+            if of_state is not None:
+                dweights *= of_state
+                reads = weights.mT @ (grad * of_state)
+            scores = self._own_scores(weights, own, of_own)
             dscores = self.p.causal_scores(grad @ own.tile.v.mT, self.block)
-            dweights += dscores @ own.weights
-            own_gradients = dscores.mT @ weights, scores.mT @ grad
+            dvalues, dlog_weight = scores.mT @ grad, (scores * dscores).sum(-2)
+            if of_own is not None:
+                dscores *= of_own
+            dweights += dscores @ own.phi
+            own_gradients = _OwnGradients(dscores.mT @ weights, dvalues, dlog_weight)
         dprojected = dweights.mul_(self.map.slope(projected, phi) / size)
         self.p.add_query_gradients(into.q, start, self.block, self._unproject(x, dprojected, into))
-        return weights.mT @ grad, own_gradients
+        return reads, own_gradients
+
+    def _row_factors(self, own: _Keys) -> tuple[Tensor | None, Tensor | None]:
+        """Factors of what a row of a causal block reads: `[.., R, 1]` of the state, `[.., R, C]` of its own keys.
+
+        A row's reference is the largest log-weight it sees, itself included. The block's would hide a small row from
+        itself behind a later, larger key.
+        """
+        if own.log_weight is None:
+            return None, None if own.factor is None else own.factor.mT
+        seen = torch.maximum(own.log_weight.cummax(-1).values, own.before)
+        of_state = (own.before - seen).exp()[..., None]
+        of_own = (own.log_weight[..., None, :] - seen[..., None]).clamp(max=0).exp()
+        repeats = (1, 1, 1, self.p.groups, 1)
+        return of_state.repeat(repeats), of_own.repeat(repeats)
+
+    def _own_scores(self, weights: Tensor, own: _Keys, factor: Tensor | None) -> Tensor:
+        scores = self.p.causal_scores(weights @ own.phi.mT, self.block)
+        return scores if factor is None else scores.mul_(factor)
 
     def _backward_tile(
         self, start: int, state: tuple[Tensor, Tensor], saved: Saved, grad_state: Tensor, into: LinearGradients
     ) -> Tensor:
         keys, states, decay, _ = self._open(start, state)
         reads, own = self._read_backward(start, states, keys, saved, into)
-        grad_updates, grad_state = scan_backward(reads.mul_(decay[..., None]), decay, grad_state)
+        grad_updates, grad_state = scan_backward(reads, decay, grad_state)
         self._keys_backward(keys, grad_updates, own, into)
         return grad_state
 
     def _keys_backward(
-        self, keys: _Keys, grad_updates: Tensor, own: tuple[Tensor, Tensor] | None, into: LinearGradients
+        self, keys: _Keys, grad_updates: Tensor, own: "_OwnGradients | None", into: LinearGradients
     ) -> None:
         tile = keys.tile
         dweights, dvalues = tile.v @ grad_updates.mT, keys.weights @ grad_updates
-        if own is not None:
-            dweights, dvalues = dweights + own[0], dvalues + own[1]
         if self.inputs.log_weight is not None:
             dlog_weight = (dweights * keys.weights).sum(-1)
+            if own is not None:
+                dlog_weight += own.log_weight
             add_window(into.log_weight, tile.first, from_blocks(dlog_weight, self.block))
-        dprojected = dweights.mul_(self.map.slope(keys.projected, keys.phi))
-        if keys.factor is not None:
-            dprojected.mul_(keys.factor)
+        dphi = dweights if keys.factor is None else dweights.mul_(keys.factor)
+        if own is not None:
+            dphi += own.phi
+            dvalues += own.values
+        dprojected = dphi.mul_(self.map.slope(keys.projected, keys.phi))
         dy = self._unproject(tile.y, dprojected, into)
         self.p.add_key_gradients(into.k, into.v, tile.first, self.block, dy, dvalues)
 

@@ -72,6 +72,7 @@ class SoftmaxAttention(Mechanism):
     """
 
     name = "softmax"
+    state_grows = True
 
     def __init__(self, head_dim: int, *, scale: float | None = None) -> None:
         super().__init__()

@@ -1,0 +1,59 @@
+"""The contract suite, for your own mechanism as well as ours (needs pytest).
+
+    from subquad.testing import check_mechanism
+    check_mechanism(MyAttention(head_dim=8))
+
+or, one test per claim and mechanism:
+
+    @parametrize_contract({"mine": lambda: MyAttention(head_dim=8)})
+    def test_contract(mechanism, check):
+        check(mechanism)
+"""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from subquad.mechanism import Mechanism
+from subquad.testing.contract import CAUSAL_CHECKS, FORWARD_CHECKS, SLOW_CHECKS, STATE_CHECKS, Check
+from subquad.testing.inputs import assert_close, make_inputs, relative_error
+
+__all__ = [
+    "Check",
+    "assert_close",
+    "check_mechanism",
+    "checks_for",
+    "make_inputs",
+    "parametrize_contract",
+    "relative_error",
+]
+
+
+def checks_for(mechanism: Mechanism, *, slow: bool = False) -> tuple[Check, ...]:
+    """The claims this mechanism makes."""
+    return (
+        *FORWARD_CHECKS,
+        *(CAUSAL_CHECKS if mechanism.supports_causal else ()),
+        *(STATE_CHECKS if mechanism.supports_state else ()),
+        *(SLOW_CHECKS if slow else ()),
+    )
+
+
+def check_mechanism(mechanism: Mechanism, *, slow: bool = False) -> None:
+    """Raises AssertionError, naming the claim, where `mechanism` breaks the contract."""
+    for check in checks_for(mechanism, slow=slow):
+        try:
+            check(mechanism)
+        except AssertionError as error:
+            raise AssertionError(f"{mechanism.name}, {check.__name__}: {error}") from error
+
+
+def parametrize_contract(makers: Mapping[str, Callable[[], Mechanism]]) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` over (mechanism, check), with readable ids; slow checks carry the mark `full`."""
+    cases = []
+    for name, make in makers.items():
+        mechanism = make()
+        for check in checks_for(mechanism, slow=True):
+            marks = [pytest.mark.full] if check in SLOW_CHECKS else []
+            cases.append(pytest.param(mechanism, check, id=f"{name}-{check.__name__}", marks=marks))
+    return pytest.mark.parametrize(("mechanism", "check"), cases)

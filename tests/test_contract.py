@@ -1,0 +1,42 @@
+"""Every mechanism, in the configurations that take different paths, against the whole contract."""
+
+import torch
+
+from subquad import FavorAttention, IdentityAttention, LinearAttention, Mechanism, SoftmaxAttention
+from subquad.testing import Check, parametrize_contract
+
+D = 6
+
+
+def signed_relu(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x.relu(), (-x).relu()], dim=-1)
+
+
+@parametrize_contract(
+    {
+        "softmax": lambda: SoftmaxAttention(D),
+        "softmax-scale": lambda: SoftmaxAttention(D, scale=0.7),
+        "identity": lambda: IdentityAttention(D),
+        "linear": lambda: LinearAttention(D),
+        "linear-relu-projected": lambda: LinearAttention(D, feature_map="relu", num_features=12, num_heads=2),
+        "linear-softplus": lambda: LinearAttention(D, feature_map="softplus"),
+        "linear-relu2": lambda: LinearAttention(D, feature_map="relu2", num_features=9, coupling="iid"),
+        "linear-exp": lambda: LinearAttention(D, feature_map="exp"),
+        "linear-function": lambda: LinearAttention(D, feature_map=signed_relu),
+        "favor": lambda: FavorAttention(D, 16, near=8, sinks=2),
+        "favor-paper": lambda: FavorAttention(D, 16, near=0, sinks=0),
+        "favor-paper-per-head": lambda: FavorAttention(D, 16, near=0, sinks=0, num_heads=2, coupling="iid"),
+        "favor-sinks": lambda: FavorAttention(D, 16, near=0, sinks=3),
+        "favor-near": lambda: FavorAttention(D, 16, near=5, sinks=0, estimator="hyperbolic"),
+        "favor-more-sinks-than-near": lambda: FavorAttention(D, 16, near=4, sinks=9, num_heads=3),
+        "favor-all-near": lambda: FavorAttention(D, 16, near=200, sinks=1),
+        "favor-gaussian": lambda: FavorAttention(D, 16, near=8, sinks=2, kernel="gaussian"),
+        "favor-gaussian-paper": lambda: FavorAttention(D, 16, near=0, sinks=0, kernel="gaussian", scale=0.5),
+        "favor-trigonometric": lambda: FavorAttention(D, 16, near=0, sinks=0, estimator="trigonometric"),
+        "favor-trigonometric-gaussian": lambda: FavorAttention(
+            D, 16, near=0, sinks=0, estimator="trigonometric", kernel="gaussian", num_heads=2
+        ),
+    }
+)
+def test_contract(mechanism: Mechanism, check: Check) -> None:
+    check(mechanism)
