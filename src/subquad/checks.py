@@ -29,9 +29,7 @@ def qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     qk(op, q, k)
     _tensors(op, q=q, k=k, v=v)
     if v.shape[:3] != k.shape[:3]:
-        raise ShapeError(
-            f"{op}: v must have the batch, heads and length of k, got k {_shape(k)} and v {_shape(v)}"
-        )
+        raise ShapeError(f"{op}: v must have the batch, heads and length of k, got k {_shape(k)} and v {_shape(v)}")
 
 
 def qk(op: str, q: Tensor, k: Tensor) -> None:
@@ -109,9 +107,7 @@ def key_mask(op: str, mask: Tensor | None, k: Tensor) -> None:
             "use mask.bool() if 1 means real"
         )
     if mask.shape != (k.shape[0], k.shape[2]):
-        raise MaskError(
-            f"{op}: key_mask must be [batch, keys] = [{k.shape[0]}, {k.shape[2]}], got {_shape(mask)}"
-        )
+        raise MaskError(f"{op}: key_mask must be [batch, keys] = [{k.shape[0]}, {k.shape[2]}], got {_shape(mask)}")
     if mask.device != k.device:
         raise BackendError(f"{op}: key_mask must be on the device of k, got {mask.device} and {k.device}")
 
@@ -121,7 +117,7 @@ def rows(op: str, rows: Tensor | None, q: Tensor) -> None:
         return
     if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
         raise ShapeError(f"{op}: rows must be a 1-D int64 tensor of query positions")
-    if rows.numel() and not (0 <= int(rows.min()) and int(rows.max()) < q.shape[2]):
+    if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < q.shape[2]):
         raise ShapeError(f"{op}: rows must lie in 0..{q.shape[2] - 1}, got {int(rows.min())}..{int(rows.max())}")
 
 
@@ -247,7 +243,8 @@ def _guess(value: Any, known: Sequence[str]) -> str:
 
 def odd_hyperbolic(num_features: int) -> ConfigError:
     return ConfigError(
-        f"favor: estimator='hyperbolic' uses every row with both signs, so num_features must be even, got {num_features}"
+        "favor: estimator='hyperbolic' uses every row with both signs, so num_features must be even, "
+        f"got {num_features}"
     )
 
 
@@ -283,7 +280,8 @@ def no_state(op: str, why: str) -> ConfigError:
 
 def no_double_backward() -> BackendError:
     return BackendError(
-        "subquad: second derivatives are not implemented in the fast engine; differentiate mechanism.reference(...) twice"
+        "subquad: second derivatives are not implemented in the fast engine; "
+        "differentiate mechanism.reference(...) twice"
     )
 
 

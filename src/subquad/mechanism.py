@@ -73,16 +73,16 @@ class Mechanism(nn.Module, ABC):
         """
 
 
-def keep_float32(module: nn.Module, apply: Callable, fn: Callable, recurse: bool) -> nn.Module:
-    """`nn.Module._apply`, after which the buffer `weight` has moved with the module but is still float32.
+class RandomFeatures(nn.Module):
+    """A module whose buffer `weight` moves with it but stays float32, as `.half()` would make it other features."""
 
-    Random features rounded to half precision are other features: a checkpoint would mean something else.
-    """
-    weight = module.weight
-    apply(fn, recurse)
-    if isinstance(weight, Tensor) and module.weight.dtype != weight.dtype:
-        module.weight = weight.to(module.weight.device)
-    return module
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RandomFeatures":
+        before = self._buffers["weight"]
+        super()._apply(fn, recurse)
+        after = self._buffers["weight"]
+        if before is not None and after is not None and after.dtype != before.dtype:
+            self._buffers["weight"] = before.to(after.device)
+        return self
 
 
 def reorder_state(state: SomeState, index: Tensor) -> SomeState:

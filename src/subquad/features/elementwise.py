@@ -21,9 +21,9 @@ def elu1(x: Tensor) -> Tensor:
 
 
 ELEMENTWISE = {
-    "elu1": ElementwiseMap(elu1, lambda x, phi: phi.clamp(max=1)),
-    "relu": ElementwiseMap(F.relu, lambda x, phi: (x > 0).to(x.dtype)),
-    "softplus": ElementwiseMap(F.softplus, lambda x, phi: x.sigmoid()),
-    "relu2": ElementwiseMap(lambda x: F.relu(x).square(), lambda x, phi: 2 * F.relu(x)),
-    "identity": ElementwiseMap(lambda x: x, lambda x, phi: torch.ones_like(x)),  # features given by the caller
+    "elu1": ElementwiseMap(elu1, lambda _, phi: phi.clamp(max=1)),
+    "relu": ElementwiseMap(F.relu, lambda x, _: (x > 0).to(x.dtype)),
+    "softplus": ElementwiseMap(F.softplus, lambda x, _: x.sigmoid()),
+    "relu2": ElementwiseMap(lambda x: F.relu(x).square(), lambda x, _: 2 * F.relu(x)),
+    "identity": ElementwiseMap(lambda x: x, lambda x, _: torch.ones_like(x)),  # features given by the caller
 }

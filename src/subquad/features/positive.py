@@ -53,7 +53,7 @@ def positive_map(weight: Tensor) -> FeatureMap:
 def draw_weight(
     head_dim: int, num_features: int, *, estimator: str, coupling: str, num_heads: int | None, seed: int
 ) -> Tensor:
-    """Rows of a random feature map, `[num_heads or 1, num_features, head_dim]` float32; the same bits for the same seed.
+    """Rows of a random feature map, `[num_heads or 1, num_features, head_dim]` float32; same seed, same bits.
 
     "positive" are the paper's FAVOR+ features; "hyperbolic" uses each row with both signs, which halves the draws.
     """

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def trigonometric_features(x: Tensor, weight: Tensor) -> Tensor:
-    """`[cos(Wx), sin(Wx)]`, whose product sums to `sum_r cos(w_r.(x - y))`. x `[B, H, T, D]`, weight `[H or 1, M, D]`."""
+    """`[cos(Wx), sin(Wx)]`; products sum to `sum_r cos(w_r.(x - y))`. x `[B, H, T, D]`, weight `[H or 1, M, D]`."""
     phase = x @ weight.mT
     return torch.cat([phase.cos(), phase.sin()], dim=-1)
 

@@ -1,7 +1,7 @@
 """Linear attention in plain torch: out_t = sum_s phi(q_t).phi(k_s) v_s / sum_s phi(q_t).phi(k_s).
 
 phi acts on each number of x, or of W x. Keys may carry a log-weight, kept at one running maximum per head (signed
-features cannot have one per feature), within a block one per row. Features live for one tile only, forward and backward.
+features cannot have one per feature), within a block one per row. Features live for one tile only.
 """
 
 from typing import NamedTuple
@@ -207,9 +207,7 @@ class _Engine:
         self._read(start, states, keys, out, normaliser)
         return final
 
-    def _open(
-        self, start: int, state: tuple[Tensor, Tensor]
-    ) -> tuple[_Keys, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    def _open(self, start: int, state: tuple[Tensor, Tensor]) -> tuple[_Keys, Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Keys of a causal tile, the states its blocks read, the decays, the last state."""
         keys = self._keys(start, self._blocks(start, self.p.length), state[0])
         decay = (keys.before - keys.after).exp()

@@ -29,7 +29,7 @@ def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def _operator(name: str, implementation: Any, fake: Any, schema: str) -> Any:
-    operator = torch.library.custom_op(f"subquad::{name}", implementation, mutates_args=(), schema=schema)
+    operator: Any = torch.library.custom_op(f"subquad::{name}", implementation, mutates_args=(), schema=schema)
     operator.register_fake(fake)
     operator.register_vmap(_refuse_vmap)
     return operator
@@ -63,9 +63,7 @@ def favor_attention(
     m = inputs.map
     tensors = (*inputs[:5], m.query, m.key, m.key_bias, m.offset_weight, m.offset_bias, *inputs[6:])
     borders = _needs_gradients(*tensors[:_FAVOR_DIFFERENTIABLE], inputs.far_sum)
-    out, *_, far_max, far_sum = favor_forward(
-        *tensors, m.rule, m.groups, near, causal, scale, gaussian, chunk, borders
-    )
+    out, *_, far_max, far_sum = favor_forward(*tensors, m.rule, m.groups, near, causal, scale, gaussian, chunk, borders)
     return out, far_max, far_sum
 
 
@@ -73,7 +71,8 @@ def _favor_problem(*args: Any) -> tuple[FavorInputs, FavorOptions]:
     query, key, key_bias, offset_weight, offset_bias = args[5:10]
     rule, groups, *options = args[_FAVOR_TENSORS:]
     feature_map = FeatureMap(query, key, key_bias, rule, groups, offset_weight, offset_bias)
-    return FavorInputs(*args[:5], feature_map, *args[10:_FAVOR_TENSORS]), FavorOptions(*options)
+    inputs: tuple[Any, ...] = (*args[:5], feature_map, *args[10:_FAVOR_TENSORS])
+    return FavorInputs(*inputs), FavorOptions(*options)
 
 
 def _favor_forward(*args: Any) -> tuple[Tensor, ...]:

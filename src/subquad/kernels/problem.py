@@ -66,7 +66,7 @@ class Problem:
         """`[B or 1, 1, N, C]`, or None where every key of the tile counts."""
         last = first + block * blocks
         if mask is None:
-            if 0 <= first and last <= self.key_length:
+            if first >= 0 and last <= self.key_length:
                 return None
             mask = torch.ones(1, self.key_length, dtype=torch.bool, device=self.k.device)
         return to_blocks(window(mask[:, None], first, last), block)

@@ -16,7 +16,16 @@ from subquad.features.trigonometric import trigonometric_features, trigonometric
 from subquad.kernels import ops
 from subquad.kernels.favor import FavorInputs
 from subquad.kernels.linear import LinearInputs
-from subquad.mechanism import Mechanism, State, keep_float32, masked_softmax, normalised, real_index, repeat_heads, visible
+from subquad.mechanism import (
+    Mechanism,
+    RandomFeatures,
+    State,
+    masked_softmax,
+    normalised,
+    real_index,
+    repeat_heads,
+    visible,
+)
 from subquad.mechanisms import favor_state
 from subquad.mechanisms.favor_state import FavorOptions, FavorState, map_heads
 from subquad.mechanisms.packing import pack, slots_of, unpack
@@ -125,7 +134,7 @@ def _attend_in_blocks(
     return options.run(inputs, causal)[0]
 
 
-class FavorAttention(Mechanism):
+class FavorAttention(RandomFeatures, Mechanism):
     """Attention of a Performer, made exact where that matters most.
 
     Args:
@@ -221,17 +230,16 @@ class FavorAttention(Mechanism):
     ) -> tuple[Tensor, FavorState]:
         checks.extend(self, q, k, v, key_mask)
         checks.feature_map(self.name, self.feature_map, q, k)
-        options, map = self.options, self.feature_map
-        k, v = map_heads(map, q, k, v)
+        options, feature_map = self.options, self.feature_map
+        k, v = map_heads(feature_map, q, k, v)
         shapes = favor_state.shapes(options, k, v, *self._state_sizes())
-        if state is None:
-            state = favor_state.empty(k, v, shapes)
-        else:
+        if state is not None:
             checks.state(self.name, state, FavorState, shapes)
+        past = favor_state.empty(k, v, shapes) if state is None else FavorState(*state)
         if self.trigonometric:
-            out, far_max, far_sum = self._trigonometric(q, k, v, key_mask, state, True)
-            return out, state._replace(far_max=far_max, far_sum=far_sum)
-        return favor_state.extend(options, q, k, v, map, state, key_mask)
+            out, far_max, far_sum = self._trigonometric(q, k, v, key_mask, past, True)
+            return out, past._replace(far_max=far_max, far_sum=far_sum)
+        return favor_state.extend(options, q, k, v, feature_map, past, key_mask)
 
     def _state_sizes(self) -> tuple[int, int]:
         """Running maxima and features per head of the far field."""
@@ -295,13 +303,11 @@ class FavorAttention(Mechanism):
         phi_q = trigonometric_features(x, weight.repeat_interleave(groups, 0))
         phi_k = trigonometric_features(y, weight)
         far = (None, None) if state is None else (state.far_max, state.far_sum)
-        inputs = LinearInputs(
-            phi_q, phi_k, v.to(dtype), None, self._trigonometric_log_weight(y), key_mask, *far
-        )
-        out, *far = ops.linear_attention(
+        inputs = LinearInputs(phi_q, phi_k, v.to(dtype), None, self._trigonometric_log_weight(y), key_mask, *far)
+        out, far_max, far_sum = ops.linear_attention(
             inputs, feature_map="identity", causal=causal, root=1.0, chunk=self.options.chunk
         )
-        return out.to(q.dtype), *far
+        return out.to(q.dtype), far_max, far_sum
 
     def _draw(self, seed: int) -> Tensor:
         estimator = "positive" if self.trigonometric else self.estimator
@@ -313,9 +319,6 @@ class FavorAttention(Mechanism):
             num_heads=self.num_heads,
             seed=seed,
         )
-
-    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        return keep_float32(self, super()._apply, fn, recurse)
 
 
 def _log_estimate(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:

@@ -23,11 +23,11 @@ from subquad.mechanisms.packing import pack, put, slots_of, unpack
 class FavorState(NamedTuple):
     """Constant in size. C = near, M features.
 
-    count `[B]`: real tokens so far. sink_k, sink_v `[B, K, sinks, ..]`. block_k, block_v `[B, K, 2C, ..]`: the
+    length `[B]`: real tokens so far. sink_k, sink_v `[B, K, sinks, ..]`. block_k, block_v `[B, K, 2C, ..]`: the
     previous block and the unfinished one. far_max `[B, K, M]`, far_sum `[B, K, M, Dv + 1]`: all tokens before those.
     """
 
-    count: Tensor
+    length: Tensor
     sink_k: Tensor
     sink_v: Tensor
     block_k: Tensor
@@ -71,11 +71,12 @@ def shapes(options: FavorOptions, k: Tensor, v: Tensor, maxima: int, features: i
 
 def empty(k: Tensor, v: Tensor, shapes: tuple[tuple[int, ...], ...]) -> FavorState:
     far_dtype = torch.promote_types(k.dtype, torch.float32)
+    length, *kept, far_max, far_sum = shapes
     return FavorState(
-        k.new_zeros(shapes[0], dtype=torch.int64),
-        *(k.new_zeros(shape) for shape in shapes[1:5]),
-        k.new_full(shapes[5], FLOOR, dtype=far_dtype),
-        k.new_zeros(shapes[6], dtype=far_dtype),
+        k.new_zeros(length, dtype=torch.int64),
+        *[k.new_zeros(shape) for shape in kept],
+        far_max=k.new_full(far_max, FLOOR, dtype=far_dtype),
+        far_sum=k.new_zeros(far_sum, dtype=far_dtype),
     )
 
 
@@ -91,7 +92,7 @@ def extend(
     real = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
     if q.shape[2] == 1:
         return _Step(options, map, state, real[:, 0]).extend(q, k, v)
-    index = state.count[:, None] + real.cumsum(-1) - 1  # position among the real tokens of the sequence
+    index = state.length[:, None] + real.cumsum(-1) - 1  # position among the real tokens of the sequence
     slots = slots_of(index, real & (index < options.sinks), options.sinks)
     state = state._replace(sink_k=put(state.sink_k, k, slots), sink_v=put(state.sink_v, v, slots))
     if options.near:
@@ -101,7 +102,7 @@ def extend(
     far = state.far_max, state.far_sum
     inputs = FavorInputs(q, k, v, state.sink_k, state.sink_v, map, alive, None, seen, *far)
     out, far_max, far_sum = options.run(inputs, causal=True)
-    return out, state._replace(count=state.count + real.sum(-1), far_max=far_max, far_sum=far_sum)
+    return out, state._replace(length=state.length + real.sum(-1), far_max=far_max, far_sum=far_sum)
 
 
 def _extend_blocks(
@@ -115,11 +116,11 @@ def _extend_blocks(
 ) -> tuple[Tensor, FavorState]:
     """Lines the kept blocks and the new tokens up, so that blocks begin at multiples of `near` again.
 
-        slot     0 .. C-1         C .. 2C-1                        2C ..
-        holds    previous block   unfinished block, new tokens     new tokens
+    slot     0 .. C-1         C .. 2C-1                        2C ..
+    holds    previous block   unfinished block, new tokens     new tokens
     """
     block, length = options.near, 2 * options.near + q.shape[2]
-    offset = block + state.count % block  # slot of the first new token
+    offset = block + state.length % block  # slot of the first new token
     slots = slots_of(offset[:, None] + real.cumsum(-1) - 1, real, length)
     line_k, line_v = (
         put(torch.cat([kept, kept.new_zeros(*new.shape[:2], new.shape[2], new.shape[3])], 2), new, slots)
@@ -127,7 +128,7 @@ def _extend_blocks(
     )
     end = offset + real.sum(-1)
     slot = torch.arange(length, device=q.device)
-    index = (state.count - offset)[:, None] + slot  # position of a slot's token among the real ones
+    index = (state.length - offset)[:, None] + slot  # position of a slot's token among the real ones
     alive = (index >= options.sinks) & (index >= 0) & (slot < end[:, None])
     current = end // block  # the block that stays unfinished
     fold = alive & (slot // block <= current[:, None] - 2)
@@ -139,11 +140,14 @@ def _extend_blocks(
     out, far_max, far_sum = options.run(inputs, causal=True)
     kept = ((current - 1) * block)[:, None] + torch.arange(2 * block, device=q.device)
     kept = slots_of(kept, kept < end[:, None], length)
-    return unpack(out, slots), FavorState(
-        state.count + real.sum(-1),
-        *(state.sink_k, state.sink_v, unpack(line_k, kept), unpack(line_v, kept)),
-        *(far_max, far_sum),
+    state = state._replace(
+        length=state.length + real.sum(-1),
+        block_k=unpack(line_k, kept),
+        block_v=unpack(line_v, kept),
+        far_max=far_max,
+        far_sum=far_sum,
     )
+    return unpack(out, slots), state
 
 
 class _Step:
@@ -157,13 +161,13 @@ class _Step:
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, FavorState]:
         state, near, sinks = self.state, self.options.near, self.options.sinks
-        count = state.count + self.real
-        sink_k, sink_v = self._write(state.sink_k, state.sink_v, k, v, state.count)
+        count = state.length + self.real
+        sink_k, sink_v = self._write(state.sink_k, state.sink_v, k, v, state.length)
         block_k, block_v, far = state.block_k, state.block_v, (state.far_max, state.far_sum)
         if near:
-            block_k, block_v = self._write(block_k, block_v, k, v, near + state.count % near)
+            block_k, block_v = self._write(block_k, block_v, k, v, near + state.length % near)
         else:
-            far = self._fold(k, v, self.real & (state.count >= sinks), far)
+            far = self._fold(k, v, self.real & (state.length >= sinks), far)
         out = self._read(q, (sink_k, block_k), (sink_v, block_v), far)
         if near:
             out = out.masked_fill(~self.real[:, None, None, None], 0)
@@ -175,9 +179,7 @@ class _Step:
         here = (here & self.real[:, None])[:, None, :, None]
         return torch.where(here, k, kept_k), torch.where(here, v, kept_v)
 
-    def _fold(
-        self, k: Tensor, v: Tensor, alive: Tensor, far: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def _fold(self, k: Tensor, v: Tensor, alive: Tensor, far: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The far field with more keys in it. k `[B, K, N, D]`, alive `[B]` or `[B, N]`."""
         alive = alive.view(k.shape[0], 1, -1)
         y, values = k.to(self.dtype) * self.root, with_ones(v.to(self.dtype))
@@ -200,9 +202,7 @@ class _Step:
         folded = self._fold(block_k[:, :, :near], block_v[:, :, :near], alive, far)
         moved = (torch.cat([b[:, :, near:], torch.zeros_like(b[:, :, near:])], 2) for b in (block_k, block_v))
         select = full[:, None, None, None]
-        block_k, block_v = (
-            torch.where(select, m, b) for m, b in zip(moved, (block_k, block_v), strict=True)
-        )
+        block_k, block_v = (torch.where(select, m, b) for m, b in zip(moved, (block_k, block_v), strict=True))
         return block_k, block_v, folded
 
     def _read(
@@ -228,8 +228,8 @@ class _Step:
 
     def _exact_mask(self) -> Tensor:
         """`[B, sinks + 2 near]`: which kept keys the new token sees; it is among them itself."""
-        near, sinks, count = self.options.near, self.options.sinks, self.state.count[:, None]
-        seen = self.state.count[:, None] + self.real[:, None]
+        near, sinks, count = self.options.near, self.options.sinks, self.state.length[:, None]
+        seen = self.state.length[:, None] + self.real[:, None]
         sink = torch.arange(sinks, device=count.device) < seen
         if not near:
             return sink

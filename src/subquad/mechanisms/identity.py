@@ -12,7 +12,7 @@ from subquad.mechanism import Mechanism, State, normalised, repeat_heads, visibl
 class IdentityState(NamedTuple):
     """Real tokens seen so far, `[B]`."""
 
-    count: Tensor
+    length: Tensor
 
 
 class IdentityAttention(Mechanism):

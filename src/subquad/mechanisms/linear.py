@@ -16,7 +16,7 @@ from subquad.kernels.linear import LinearInputs
 from subquad.kernels.logs import project
 from subquad.kernels.problem import FLOOR
 from subquad.kernels.tiles import with_ones
-from subquad.mechanism import Mechanism, State, keep_float32, masked_softmax, normalised, repeat_heads, visible
+from subquad.mechanism import Mechanism, RandomFeatures, State, masked_softmax, normalised, repeat_heads, visible
 
 FEATURE_MAPS = ("elu1", "relu", "softplus", "relu2", "exp")
 
@@ -24,7 +24,7 @@ PhiFunction = Callable[[Tensor], Tensor]
 
 
 class LinearState(NamedTuple):
-    """Constant in size. far_sum `[B, K, M, Dv + 1]`: sum of phi(k) [v, 1]. far_max `[B, K, M or 1]`: log of its unit."""
+    """Constant in size. far_sum `[B, K, M, Dv + 1]`: sum of phi(k) [v, 1]; far_max `[B, K, M or 1]`: its log unit."""
 
     far_max: Tensor
     far_sum: Tensor
@@ -110,8 +110,10 @@ class _Phi:
             if key_mask is not None:  # the function must not see what a masked key holds
                 k = k.masked_fill(~key_mask[:, None, :, None], 0)
             inputs = LinearInputs(self(q.to(dtype)), self(k.to(dtype)), v.to(dtype), None, None, key_mask, *far)
-            out, *far = ops.linear_attention(inputs, feature_map="identity", causal=causal, root=1.0, chunk=self.chunk)
-            return out.to(q.dtype), *far
+            out, far_max, far_sum = ops.linear_attention(
+                inputs, feature_map="identity", causal=causal, root=1.0, chunk=self.chunk
+            )
+            return out.to(q.dtype), far_max, far_sum
         inputs = LinearInputs(q, k, v, self.projection, None, key_mask, *far)
         return ops.linear_attention(
             inputs, feature_map=str(self.feature_map), causal=causal, root=self.root, chunk=self.chunk
@@ -129,7 +131,7 @@ def _for_heads(weight: Tensor, x: Tensor) -> Tensor:
     return weight if weight.shape[0] == 1 else weight.repeat_interleave(x.shape[1] // weight.shape[0], 0)
 
 
-class LinearAttention(Mechanism):
+class LinearAttention(RandomFeatures, Mechanism):
     """Attention with the kernel phi(q).phi(k): an RNN when decoding.
 
     Args:
@@ -281,6 +283,3 @@ class LinearAttention(Mechanism):
         total = numerator[..., -1:]
         out = numerator[..., :-1] / torch.where(total != 0, total, 1)
         return out.reshape(*q.shape[:3], -1).to(q.dtype), LinearState(far_max, far_sum)
-
-    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        return keep_float32(self, super()._apply, fn, recurse)

@@ -41,11 +41,12 @@ def checks_for(mechanism: Mechanism, *, slow: bool = False) -> tuple[Check, ...]
 
 def check_mechanism(mechanism: Mechanism, *, slow: bool = False) -> None:
     """Raises AssertionError, naming the claim, where `mechanism` breaks the contract."""
-    for check in checks_for(mechanism, slow=slow):
-        try:
+    check = None
+    try:
+        for check in checks_for(mechanism, slow=slow):
             check(mechanism)
-        except AssertionError as error:
-            raise AssertionError(f"{mechanism.name}, {check.__name__}: {error}") from error
+    except AssertionError as error:
+        raise AssertionError(f"{mechanism.name}, {getattr(check, '__name__', check)}: {error}") from error
 
 
 def parametrize_contract(makers: Mapping[str, Callable[[], Mechanism]]) -> pytest.MarkDecorator:

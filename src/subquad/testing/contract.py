@@ -79,7 +79,7 @@ def unequal_causal_lengths_raise(mechanism: Mechanism) -> None:
 
 
 def attention_matrix_is_the_definition(mechanism: Mechanism) -> None:
-    q, k, v = make_inputs(mechanism, 12, batch=3)
+    q, k, _ = make_inputs(mechanism, 12, batch=3)
     mask = make_mask(12, "right")
     for causal in directions(mechanism):
         matrix = mechanism.attention_matrix(q, k, causal=causal, key_mask=mask)
@@ -183,7 +183,7 @@ def chunk_changes_speed_only(mechanism: Mechanism) -> None:
         want_grads = gradients(want, inputs)
         for chunk in (1, 2, 5, 16, length, 2 * length):
             other = copy.deepcopy(mechanism)
-            other.chunk = chunk  # pyright: ignore[reportAttributeAccessIssue]
+            setattr(other, "chunk", chunk)  # noqa: B010 - not every mechanism has it
             got = other(*inputs, causal=causal)
             assert_close(got, want, EXACT, f"chunk {chunk}, causal={causal}")
             for name, g, w in zip("qkv", gradients(got, inputs), want_grads, strict=True):
@@ -223,9 +223,7 @@ def outputs_are_convex_combinations(mechanism: Mechanism) -> None:
     for causal in directions(mechanism):
         out = mechanism(*inputs, causal=causal)
         groups = out.shape[1] // inputs.v.shape[1]
-        low, high = (
-            bound(2).repeat_interleave(groups, 1)[:, :, None] for bound in (inputs.v.amin, inputs.v.amax)
-        )
+        low, high = (bound(2).repeat_interleave(groups, 1)[:, :, None] for bound in (inputs.v.amin, inputs.v.amax))
         low, high = (torch.where(out == 0, out, bound) for bound in (low, high))  # rows without weight
         assert bool(((out >= low - 1e-12) & (out <= high + 1e-12)).all()), "an output lies outside its values"
 
@@ -247,7 +245,9 @@ def extreme_logits_are_right(mechanism: Mechanism) -> None:
             single = inputs.to(torch.float32)
             want = mechanism.reference(*single.to(torch.float64), causal=causal)
             moved = mechanism.reference(*_one_rounding_away(single), causal=causal)
-            allowed = max(relative_error(mechanism.reference(*single, causal=causal), want), relative_error(moved, want))
+            allowed = max(
+                relative_error(mechanism.reference(*single, causal=causal), want), relative_error(moved, want)
+            )
             assert_close(mechanism(*single, causal=causal), want, max(SINGLE, 2 * allowed), f"{what}, float32")
 
 
@@ -351,7 +351,7 @@ def states_are_values(mechanism: Mechanism) -> None:
     assert hasattr(state, "_fields"), "a state must be a NamedTuple"
     assert all(t.shape[0] == 3 for t in after), "batch must come first in every tensor of a state"
     order = torch.tensor([2, 0, 0])
-    swapped, _ = mechanism.extend(*(t[order] for t in inputs.tokens(8, 12)), reorder_state(state, order))
+    swapped, _ = mechanism.extend(*(t[order] for t in inputs.tokens(8, 12)), state=reorder_state(state, order))
     assert_close(swapped, out[order], 1e-12, "a reordered state")
 
 

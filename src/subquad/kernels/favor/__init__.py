@@ -11,11 +11,11 @@ from subquad.kernels.favor.sweep import Sweep
 from subquad.kernels.logs import MapGradients
 from subquad.kernels.problem import NOWHERE, Saved
 
-__all__ = ["FavorInputs", "FavorOptions", "FavorOutputs", "backward", "Saved", "border_count", "forward"]
+__all__ = ["FavorInputs", "FavorOptions", "FavorOutputs", "Saved", "backward", "border_count", "forward"]
 
 
 class FavorOutputs(NamedTuple):
-    """Output `[B, H, T, Dv]`, log-normaliser `[B, H, T]`, and far fields (max `[.., B, K, M]`, sum `[.., B, K, M, Dv + 1]`):
+    """Output `[B, H, T, Dv]`, log-normaliser `[B, H, T]`, and far fields (max `[.., B, K, M]`, sum `[.., B, K, M, V]`)
     at the borders the backward starts from, and after the last token (empty unless causal)."""
 
     out: Tensor

@@ -65,9 +65,7 @@ class FullField:
             dy = self.p.features.keys_backward(keys.y, dlogs)
             self.p.add_key_gradients(into.k, into.v, first, block, dy, dv)
 
-    def _read_backward(
-        self, start: int, saved: Saved, far_max: Tensor, far_sum: Tensor, into: Gradients
-    ) -> Tensor:
+    def _read_backward(self, start: int, saved: Saved, far_max: Tensor, far_sum: Tensor, into: Gradients) -> Tensor:
         block, blocks = self._shape(start, self.p.length)
         x = self.p.queries(start, block, blocks)
         grad, normaliser = self.p.output_gradient(saved, start, block, blocks)

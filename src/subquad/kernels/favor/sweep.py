@@ -113,17 +113,16 @@ class Sweep:
     def _read(self, tile: Tile) -> tuple[Tensor, Tensor, bool]:
         logs = tile.logs
         reference = logs.amax(-1)
-        exact = self._exact(tile)
+        exact, logits = self._exact(tile), None
         if exact is not None:
-            y, v, mask = exact
-            logits = self.p.exact_logits(tile.x, y, mask)
+            logits = self.p.exact_logits(tile.x, exact[0], exact[2])
             reference = torch.maximum(reference, logits.amax(-1) - tile.scalar)
         weights = logs.sub_(reference[..., None]).exp_()
         numerator = weights @ tile.state
         if self.own_by_features:
             numerator += self._own_scores(tile, weights) @ tile.keys.v
-        if exact is not None:
-            numerator += logits.sub_((reference + tile.scalar)[..., None]).exp_() @ v
+        if exact is not None and logits is not None:
+            numerator += logits.sub_((reference + tile.scalar)[..., None]).exp_() @ exact[1]
         out, lognorm = normalise(numerator, reference)
         return out, lognorm, self._certified(tile, numerator[..., -1])
 
@@ -286,4 +285,3 @@ class Sweep:
             first = tile.keys.first + shift * block
             self.p.add_key_gradients(into.k, into.v, first, block, dy[..., part, :], dv[..., part, :])
         return dx + more
-
