@@ -149,7 +149,11 @@ def feature_map(op: str, map: Any, q: Tensor, k: Tensor) -> None:
         raise BackendError(f"{op}: the feature map is on {map.query.device}, q on {q.device}; move one of them")
 
 
-def projection_heads(op: str, weight: Tensor, k: Tensor) -> None:
+def projection(op: str, weight: Tensor, k: Tensor) -> None:
+    if weight.dim() != 3 or weight.shape[-1] != k.shape[-1]:
+        raise ShapeError(
+            f"{op}: the projection must be [1 or {k.shape[1]}, features, {k.shape[-1]}], got {_shape(weight)}"
+        )
     if weight.shape[0] not in (1, k.shape[1]):
         raise ShapeError(
             f"{op}: the projection has {weight.shape[0]} heads, but k has {k.shape[1]}; "
@@ -234,8 +238,9 @@ def option_names(name: str, given: Iterable[str], known: Sequence[str]) -> None:
 
 
 def _guess(value: Any, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    longer = [name for name in known if name.startswith(str(value))]
+    near = longer or difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 # Errors to raise ------------------------------------------------------------------------------------------------------
@@ -268,14 +273,6 @@ def not_a_feature_map(value: Any, known: Sequence[str]) -> ConfigError:
         f"linear: feature_map must be one of {', '.join(known)} or a function of a tensor, "
         f"got {value!r}{_guess(value, known)}"
     )
-
-
-def no_causal(op: str, why: str) -> ConfigError:
-    return ConfigError(f"{op}: causal=True is not possible: {why}")
-
-
-def no_state(op: str, why: str) -> ConfigError:
-    return ConfigError(f"{op}: extend is not possible: {why}")
 
 
 def no_double_backward() -> BackendError:

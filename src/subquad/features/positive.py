@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from subquad import checks
-from subquad.features.draws import gaussian_rows
+from subquad.features.draws import COUPLINGS, gaussian_rows
 
 RULES = ("none", "norm", "groups")
 ESTIMATORS = ("positive", "hyperbolic")
@@ -58,6 +58,7 @@ def draw_weight(
     "positive" are the paper's FAVOR+ features; "hyperbolic" uses each row with both signs, which halves the draws.
     """
     checks.choice("favor", "estimator", estimator, ESTIMATORS)
+    checks.choice("favor", "coupling", coupling, COUPLINGS)
     checks.count("favor", "num_features", num_features)
     generator = torch.Generator().manual_seed(checks.seed("favor", seed))
     mirrored = estimator == "hyperbolic"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from subquad import checks
-from subquad.features.draws import gaussian_rows
+from subquad.features.draws import COUPLINGS, gaussian_rows
 from subquad.features.elementwise import ELEMENTWISE
 from subquad.features.positive import FeatureMap
 from subquad.kernels import ops
@@ -66,7 +66,9 @@ def linear_attention(
     checks.backend("linear", backend)
     if causal:
         checks.causal_lengths("linear", q, k)
-    if scale is not None and projection is None:
+    if projection is not None:
+        checks.projection("linear", projection, k)
+    elif scale is not None:
         raise checks.only_with_projection("scale")
     root = 1.0 if projection is None else checks.scale("linear", scale, q.shape[-1]) ** 0.5
     phi = _Phi(feature_map, projection, root, checks.optional_count("linear", "chunk", chunk) or 0)
@@ -167,6 +169,7 @@ class LinearAttention(RandomFeatures, Mechanism):
         self.num_features = checks.optional_count(self.name, "num_features", num_features)
         self.num_heads = checks.optional_count(self.name, "num_heads", num_heads)
         self.coupling = coupling or "orthogonal"
+        checks.choice(self.name, "coupling", self.coupling, COUPLINGS)
         self.chunk = checks.optional_count(self.name, "chunk", chunk) or 0
         checks.backend(self.name, backend)
         projected = num_features is not None
@@ -239,7 +242,7 @@ class LinearAttention(RandomFeatures, Mechanism):
 
     def _check_heads(self, k: Tensor) -> None:
         if self.weight is not None:
-            checks.projection_heads(self.name, self.weight, k)
+            checks.projection(self.name, self.weight, k)
 
     def _checked_state(self, k: Tensor, v: Tensor, state: State | None) -> LinearState | None:
         if state is None:

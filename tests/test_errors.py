@@ -1,0 +1,337 @@
+"""Every error a user can meet, word for word: what was asked, what came, what to do."""
+
+import ast
+import inspect
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import subquad
+from subquad import FavorAttention, IdentityAttention, LinearAttention, SoftmaxAttention, attention, checks, errors
+from subquad.features import draw_feature_map
+from subquad.functional import favor_attention, linear_attention, softmax_attention
+
+x = torch.randn(2, 4, 5, 8)
+soft = SoftmaxAttention(8)
+favor = FavorAttention(8, 16)
+paper = FavorAttention(8, 16, near=0, sinks=0)
+linear = LinearAttention(8)
+mask = torch.ones(2, 5, dtype=torch.bool)
+FLOATS = "float16, bfloat16, float32, float64"
+
+TENSORS = {
+    "not a tensor": (lambda: soft([1.0], x, x), errors.DtypeError, "softmax: q must be a torch.Tensor, got list"),
+    "three dims": (
+        lambda: soft(x[0], x, x),
+        errors.ShapeError,
+        "softmax: q must be [batch, heads, length, dim], got [4, 5, 8]",
+    ),
+    "empty": (
+        lambda: soft(x[:, :, :0], x, x),
+        errors.ShapeError,
+        "softmax: q must have no empty dimension, got [2, 4, 0, 8]",
+    ),
+    "integers": (lambda: soft(x.int(), x, x), errors.DtypeError, f"softmax: q must be one of {FLOATS}, got int32"),
+    "two dtypes": (
+        lambda: favor(x, x, x.double()),
+        errors.DtypeError,
+        "favor: q, k and v must share one dtype, got float32, float32, float64",
+    ),
+    "two dtypes of q and k": (
+        lambda: favor.attention_matrix(x, x.half()),
+        errors.DtypeError,
+        "favor: q and k must share one dtype, got float32, float16",
+    ),
+    "two devices": (
+        lambda: linear(x, x, x.to("meta")),
+        errors.BackendError,
+        "linear: q, k and v must be on one device, got cpu, cpu, meta",
+    ),
+    "batch": (
+        lambda: soft(x, x[:1], x[:1]),
+        errors.ShapeError,
+        "softmax: q and k must share the batch size, got q [2, 4, 5, 8] and k [1, 4, 5, 8]",
+    ),
+    "head dim": (
+        lambda: soft(x, x[..., :4], x),
+        errors.ShapeError,
+        "softmax: q and k must share the head dim (last), got q [2, 4, 5, 8] and k [2, 4, 5, 4]",
+    ),
+    "heads": (
+        lambda: soft(x, x[:, :3], x[:, :3]),
+        errors.ShapeError,
+        "softmax: the heads of q must be a multiple of those of k and v, got 4 and 3",
+    ),
+    "value length": (
+        lambda: soft(x, x, x[:, :, :3]),
+        errors.ShapeError,
+        "softmax: v must have the batch, heads and length of k, got k [2, 4, 5, 8] and v [2, 4, 3, 8]",
+    ),
+    "made for another head dim": (
+        lambda: SoftmaxAttention(16)(x, x, x),
+        errors.ShapeError,
+        "softmax: made for head_dim=16, got q [2, 4, 5, 8]",
+    ),
+    "causal lengths": (
+        lambda: linear(x[:, :, :3], x, x, causal=True),
+        errors.ShapeError,
+        "linear: causal=True needs as many queries as keys, got 3 and 5; "
+        "to continue a sequence, use extend(q, k, v, state)",
+    ),
+    "extend lengths": (
+        lambda: linear.extend(x[:, :, :3], x, x),
+        errors.ShapeError,
+        "linear: extend takes the new tokens only, as many queries as keys, got 3 and 5",
+    ),
+    "cross-attention with near blocks": (
+        lambda: favor(x[:, :, :3], x, x),
+        errors.ShapeError,
+        "favor: compares positions, so it needs as many queries as keys, got 3 and 5; use near=0 for cross-attention",
+    ),
+    "cross-attention in the function": (
+        lambda: favor_attention(x[:, :, :3], x, x, draw_feature_map(8)),
+        errors.ShapeError,
+        "favor: compares positions, so it needs as many queries as keys, got 3 and 5; use near=0 for cross-attention",
+    ),
+    "cross-attention of the identity": (
+        lambda: IdentityAttention(8)(x[:, :, :3], x, x),
+        errors.ShapeError,
+        "identity: compares positions, so it needs as many queries as keys, got 3 and 5",
+    ),
+    "rows": (
+        lambda: soft.attention_matrix(x, x, rows=[1]),
+        errors.ShapeError,
+        "softmax: rows must be a 1-D int64 tensor of query positions",
+    ),
+    "rows beyond": (
+        lambda: soft.attention_matrix(x, x, rows=torch.tensor([0, 5])),
+        errors.ShapeError,
+        "softmax: rows must lie in 0..4, got 0..5",
+    ),
+    "state of another mechanism": (
+        lambda: linear.extend(x, x, x, soft.extend(x, x, x)[1]),
+        errors.ShapeError,
+        "linear: state must be a LinearState returned by extend, got SoftmaxState",
+    ),
+    "state of another batch": (
+        lambda: soft.extend(x[:1], x[:1], x[:1], soft.extend(x, x, x)[1]),
+        errors.ShapeError,
+        "softmax: state.k must be [1, 4, any, 8] for these inputs, got [2, 4, 5, 8]; "
+        "it comes from another batch or mechanism",
+    ),
+    "feature map of another head dim": (
+        lambda: favor_attention(x, x, x, draw_feature_map(16)),
+        errors.ShapeError,
+        "favor: the feature map is for head_dim=16, got q [2, 4, 5, 8]",
+    ),
+    "feature map of other heads": (
+        lambda: favor_attention(x, x, x, draw_feature_map(8, num_heads=3)),
+        errors.ShapeError,
+        "favor: the feature map has 3 heads, but k has 4 and q 4; make it with num_heads = the heads of k",
+    ),
+    "feature map elsewhere": (
+        lambda: FavorAttention(8, 16).to("meta")(x, x, x),
+        errors.BackendError,
+        "favor: the feature map is on meta, q on cpu; move one of them",
+    ),
+    "projection of other heads": (
+        lambda: LinearAttention(8, num_features=16, num_heads=3)(x, x, x),
+        errors.ShapeError,
+        "linear: the projection has 3 heads, but k has 4; make it with num_heads = the heads of k",
+    ),
+    "projection of other dim": (
+        lambda: linear_attention(x, x, x, projection=torch.randn(1, 16, 4)),
+        errors.ShapeError,
+        "linear: the projection must be [1 or 4, features, 8], got [1, 16, 4]",
+    ),
+    "projection elsewhere": (
+        lambda: LinearAttention(8, num_features=16).to("meta")(x, x, x),
+        errors.BackendError,
+        "linear: the projection is on meta, k on cpu; move one of them",
+    ),
+}
+
+MASKS = {
+    "not a tensor": (
+        lambda: linear(x, x, x, key_mask=[True]),
+        errors.MaskError,
+        "linear: key_mask must be a bool tensor, got list",
+    ),
+    "floats": (
+        lambda: linear(x, x, x, key_mask=mask.float()),
+        errors.MaskError,
+        "linear: key_mask must be bool, True where the token is real, got float32; use mask.bool() if 1 means real",
+    ),
+    "shape": (
+        lambda: favor(x, x, x, key_mask=mask[:, :3]),
+        errors.MaskError,
+        "favor: key_mask must be [batch, keys] = [2, 5], got [2, 3]",
+    ),
+    "device": (
+        lambda: favor(x, x, x, key_mask=mask.to("meta")),
+        errors.BackendError,
+        "favor: key_mask must be on the device of k, got meta and cpu",
+    ),
+}
+
+OPTIONS = {
+    "unknown name": (
+        lambda: attention("favour", head_dim=8),
+        "unknown attention 'favour' (did you mean 'favor'?); known: softmax, identity, linear, favor",
+    ),
+    "unknown option": (
+        lambda: attention("linear", head_dim=8, features=3),
+        "linear: unknown option 'features' (did you mean 'num_features'?); options: feature_map, num_features, coupling, "
+        "num_heads, scale, seed, backend, chunk",
+    ),
+    "zero": (
+        lambda: FavorAttention(8, 0),
+        "favor: num_features must be a whole number of at least 1, got 0",
+    ),
+    "negative": (lambda: FavorAttention(8, near=-1), "favor: near must be a whole number of at least 0, got -1"),
+    "negative sinks": (
+        lambda: FavorAttention(8, sinks=-1),
+        "favor: sinks must be a whole number of at least 0, got -1",
+    ),
+    "NaN count": (
+        lambda: FavorAttention(math.nan),  # pyright: ignore[reportArgumentType]
+        "favor: head_dim must be a whole number of at least 1, got nan",
+    ),
+    "bool count": (
+        lambda: SoftmaxAttention(True),
+        "softmax: head_dim must be a whole number of at least 1, got True",
+    ),
+    "zero head dim": (
+        lambda: IdentityAttention(0),
+        "identity: head_dim must be a whole number of at least 1, got 0",
+    ),
+    "zero chunk": (lambda: LinearAttention(8, chunk=0), "linear: chunk must be a whole number of at least 1, got 0"),
+    "zero heads": (
+        lambda: FavorAttention(8, num_heads=0),
+        "favor: num_heads must be a whole number of at least 1, got 0",
+    ),
+    "negative seed": (lambda: FavorAttention(8, seed=-1), "favor: seed must be a whole number of at least 0, got -1"),
+    "negative seed of linear": (
+        lambda: LinearAttention(8, num_features=4, seed=-1),
+        "linear: seed must be a whole number of at least 0, got -1",
+    ),
+    "NaN scale": (
+        lambda: SoftmaxAttention(8, scale=math.nan),
+        "softmax: scale must be a positive finite number, got nan",
+    ),
+    "negative scale": (
+        lambda: softmax_attention(x, x, x, scale=-1.0),
+        "softmax: scale must be a positive finite number, got -1.0",
+    ),
+    "infinite scale": (
+        lambda: FavorAttention(8, scale=math.inf),
+        "favor: scale must be a positive finite number, got inf",
+    ),
+    "estimator": (
+        lambda: FavorAttention(8, estimator="positiv"),
+        "favor: estimator must be one of positive, hyperbolic, trigonometric, got 'positiv' (did you mean 'positive'?)\",
+    ),
+    "coupling": (
+        lambda: FavorAttention(8, coupling="haar"),
+        "favor: coupling must be one of iid, orthogonal, got 'haar'",
+    ),
+    "coupling of linear": (
+        lambda: LinearAttention(8, num_features=4, coupling="ortho"),
+        "linear: coupling must be one of iid, orthogonal, got 'ortho' (did you mean 'orthogonal'?)\",
+    ),
+    "kernel": (
+        lambda: FavorAttention(8, kernel="rbf"),
+        "favor: kernel must be one of softmax, gaussian, got 'rbf'",
+    ),
+    "backend": (lambda: LinearAttention(8, backend="cuda"), "linear: backend must be one of auto, torch, got 'cuda'"),
+    "odd hyperbolic": (
+        lambda: FavorAttention(8, 15, estimator="hyperbolic"),
+        "favor: estimator='hyperbolic' uses every row with both signs, so num_features must be even, got 15",
+    ),
+    "trigonometric with near blocks": (
+        lambda: FavorAttention(8, estimator="trigonometric"),
+        "favor: estimator='trigonometric' has signed features, which cannot share a normaliser with exact weights; "
+        "use near=0, sinks=0, got near=64, sinks=4",
+    ),
+    "projection options without one": (
+        lambda: LinearAttention(8, seed=3),
+        "linear: seed belongs to the random projection; give num_features too, or leave it out",
+    ),
+    "scale without projection": (
+        lambda: linear_attention(x, x, x, scale=1.0),
+        "linear: scale belongs to the random projection; give num_features too, or leave it out",
+    ),
+    "redraw without projection": (
+        lambda: linear.redraw(1),
+        "linear: nothing to redraw without a random projection; give num_features",
+    ),
+    "feature map": (
+        lambda: LinearAttention(8, feature_map="elu"),
+        "linear: feature_map must be one of elu1, relu, softplus, relu2, exp or a function of a tensor, got 'elu' "
+        "(did you mean 'elu1'?)",
+    ),
+}
+
+
+def raised(call: Callable[[], object]) -> errors.SubquadError:
+    with pytest.raises(errors.SubquadError) as caught:
+        call()
+    return caught.value
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), [*TENSORS.values(), *MASKS.values()], ids=[*TENSORS, *MASKS])
+def test_tensor_errors(call: Callable[[], object], kind: type, message: str) -> None:
+    error = raised(call)
+    assert (type(error), str(error)) == (kind, message)
+
+
+@pytest.mark.parametrize(("call", "message"), OPTIONS.values(), ids=OPTIONS)
+def test_option_errors(call: Callable[[], object], message: str) -> None:
+    error = raised(call)
+    assert (type(error), str(error)) == (errors.ConfigError, message)
+
+
+@pytest.mark.parametrize("mechanism", [favor, paper, linear, LinearAttention(8, feature_map="exp")])
+def test_second_derivatives_are_refused(mechanism: subquad.Mechanism) -> None:
+    q = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(mechanism(q, q, q).square().sum(), q, create_graph=True)
+    error = raised(lambda: gradient.sum().backward())
+    assert str(error) == (
+        "subquad: second derivatives are not implemented in the fast engine; "
+        "differentiate mechanism.reference(...) twice"
+    )
+    (gradient,) = torch.autograd.grad(mechanism.reference(q, q, q).square().sum(), q, create_graph=True)
+    gradient.sum().backward()
+    assert q.grad is not None
+    assert bool(q.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("mechanism", [favor, linear])
+def test_vmap_is_refused(mechanism: subquad.Mechanism) -> None:
+    error = raised(lambda: torch.vmap(mechanism)(x[None], x[None], x[None]))
+    assert str(error) == "subquad: torch.vmap is not supported; fold the mapped dimension into the batch"
+
+
+def test_errors_are_the_builtin_ones_too() -> None:
+    for kind, builtin in (("ShapeError", ValueError), ("MaskError", ValueError), ("ConfigError", ValueError)):
+        assert issubclass(getattr(errors, kind), builtin)
+    assert issubclass(errors.DtypeError, TypeError)
+    assert issubclass(errors.BackendError, RuntimeError)
+
+
+def test_every_error_is_worded_in_checks() -> None:
+    """No other module builds an error of its own; each function in checks is used."""
+    for module in subquad.__path__:
+        sources = {path: path.read_text() for path in __import__("pathlib").Path(module).rglob("*.py")}
+    own = [name for name, value in vars(errors).items() if inspect.isclass(value)]
+    for path, source in sources.items():
+        if path.name in ("checks.py", "errors.py"):
+            continue
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in own, f"{path.name} builds a {node.func.id}"
+    functions = [name for name, value in vars(checks).items() if inspect.isfunction(value)]
+    everything = "\n".join(sources.values())
+    assert [name for name in functions if everything.count(name + "(") < 2] == []
