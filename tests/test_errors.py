@@ -183,7 +183,8 @@ OPTIONS = {
     ),
     "unknown option": (
         lambda: attention("linear", head_dim=8, features=3),
-        "linear: unknown option 'features' (did you mean 'num_features'?); options: feature_map, num_features, coupling, "
+        "linear: unknown option 'features' (did you mean 'num_features'?); options: feature_map, num_features, "
+        "coupling, "
         "num_heads, scale, seed, backend, chunk",
     ),
     "zero": (
@@ -231,7 +232,7 @@ OPTIONS = {
     ),
     "estimator": (
         lambda: FavorAttention(8, estimator="positiv"),
-        "favor: estimator must be one of positive, hyperbolic, trigonometric, got 'positiv' (did you mean 'positive'?)\",
+        "favor: estimator must be one of positive, hyperbolic, trigonometric, got 'positiv' (did you mean 'positive'?)",
     ),
     "coupling": (
         lambda: FavorAttention(8, coupling="haar"),
@@ -239,7 +240,7 @@ OPTIONS = {
     ),
     "coupling of linear": (
         lambda: LinearAttention(8, num_features=4, coupling="ortho"),
-        "linear: coupling must be one of iid, orthogonal, got 'ortho' (did you mean 'orthogonal'?)\",
+        "linear: coupling must be one of iid, orthogonal, got 'ortho' (did you mean 'orthogonal'?)",
     ),
     "kernel": (
         lambda: FavorAttention(8, kernel="rbf"),
