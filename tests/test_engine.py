@@ -1,0 +1,304 @@
+"""The torch engines below the mechanisms: feature maps as data, cost, memory, and torch's compiler."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from subquad import FavorAttention, FeatureMap, LinearAttention, Mechanism
+from subquad.functional import favor_attention
+from subquad.kernels import favor, linear, ops, problem
+from subquad.testing import assert_close, make_inputs
+
+D, M = 6, 8
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def learned_map(heads: int, rule: str) -> FeatureMap:
+    """A map with nothing special about it: other weights for queries and keys, bias, and an affine offset."""
+    tensors = [draw(heads, M, D, seed=1), draw(heads, M, D, seed=2), draw(heads, M, seed=3)]
+    offset = [draw(heads, D, seed=4), draw(heads, seed=5)]
+    query, key, bias, weight, shift = (t.requires_grad_() for t in (*tensors, *offset))
+    return FeatureMap(query, key, bias, rule, 2 if rule == "groups" else 1, weight, shift)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, map: FeatureMap, near: int, sinks: int, causal: bool) -> Tensor:
+    """The definition of `FeatureMap`, pair by pair."""
+    repeat = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(repeat, 1) for t in (k, v))
+    tensors = (map.query, map.key, map.key_bias, map.offset_weight, map.offset_bias)
+    wq, wk, bias, weight, shift = (
+        t if t.shape[0] in (1, q.shape[1]) else t.repeat_interleave(repeat, 0) for t in tensors if t is not None
+    )
+    x, y = (t * D**-0.25 for t in (q, k))
+
+    def scalar(x: Tensor, logs: Tensor) -> Tensor:
+        if map.rule == "norm":
+            return logs - x.square().sum(-1, keepdim=True) / 2
+        if map.rule == "groups":
+            return logs.unflatten(-1, (2, -1)).log_softmax(-1).flatten(-2)
+        return logs
+
+    log_phi = scalar(x, x @ wq.mT) + ((x * weight[:, None]).sum(-1) + shift[:, None])[..., None]
+    log_psi = scalar(y, y @ wk.mT) + bias[:, None]
+    i, j = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    exact = (j < sinks) | (((i // near - j // near).abs() <= 1) if near else torch.tensor(False))
+    logits = torch.where(exact, x @ y.mT, (log_phi[:, :, :, None] + log_psi[:, :, None]).logsumexp(-1))
+    return (logits.masked_fill(j > i, -torch.inf) if causal else logits).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("near", [0, 4])
+@pytest.mark.parametrize("rule", ["none", "norm", "groups"])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_any_feature_map_and_its_gradients(heads: int, rule: str, near: int, causal: bool) -> None:
+    """Shared, per key head, per query head."""
+    inputs = [t.requires_grad_() for t in (draw(2, 4, 21, D), draw(2, 2, 21, D, seed=6), draw(2, 2, 21, 5, seed=7))]
+    feature_map = learned_map(heads, rule)
+    leaves = [*inputs, *(t for t in feature_map if isinstance(t, Tensor))]
+    q, k, v = inputs
+    got = favor_attention(q, k, v, feature_map, near=near, sinks=2, causal=causal)
+    want = dense(q, k, v, feature_map, near, 2, causal)
+    assert_close(got, want, 1e-11, "output")
+    direction = draw(*want.shape, seed=8)
+    every = (torch.autograd.grad(out, leaves, direction) for out in (got, want))
+    for number, (g, w) in enumerate(zip(*every, strict=True)):
+        assert_close(g, w, 1e-10, f"gradient of leaf {number}")
+
+
+def favor_flops(length: int, near: int, causal: bool, backward: bool) -> int:
+    attention = FavorAttention(16, 32, near=near, sinks=0)
+    q, k, v = torch.randn(3, 1, 1, length, 16)
+    inputs = favor.FavorInputs(q, k, v, k[:, :, :0], v[:, :, :0], attention.feature_map, *[None] * 5)
+    options = favor.FavorOptions(near, causal, 0.25, False, 0, True)
+    with FlopCounterMode(display=False) as counter:
+        out = favor.forward(inputs, options)
+        if backward:
+            saved = problem.Saved(torch.ones_like(out.out), out.out, out.lognorm)
+            favor.backward(inputs, options, saved, out.borders_max, out.borders_sum, None, False)
+    return counter.get_total_flops()
+
+
+def linear_flops(length: int, near: int, causal: bool, backward: bool) -> int:
+    q, k, v = torch.randn(3, 1, 1, length, 16)
+    inputs = linear.LinearInputs(q, k, v, *[None] * 5)
+    options = linear.LinearOptions("elu1", causal, 1.0, near, True)
+    with FlopCounterMode(display=False) as counter:
+        out = linear.forward(inputs, options)
+        if backward:
+            saved = problem.Saved(torch.ones_like(out.out), out.out, out.normaliser)
+            linear.backward(inputs, options, saved, out.borders_max, out.borders_sum, None)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("flops", [favor_flops, linear_flops])
+@pytest.mark.parametrize("near", [0, 64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_cost_doubles_with_the_length(flops, near: int, causal: bool) -> None:
+    for backward in (False, True):
+        short, long = (flops(length, near, causal, backward) for length in (8192, 16384))
+        assert short > 0
+        assert long / short == pytest.approx(2.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [FavorAttention(16, 256), FavorAttention(16, 256, near=0, sinks=0), LinearAttention(16, num_features=256)],
+    ids=["favor", "favor-paper", "linear"],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_features_are_kept_for_the_backward(attention: Mechanism, causal: bool) -> None:
+    """What autograd holds on to is a few times the inputs, far below length x features."""
+    length, kept = 4096, {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    q, k, v = torch.randn(3, 1, 1, length, 16).requires_grad_().unbind(0)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attention(q, k, v, causal=causal)
+    states = 2 * 256 * 18 * 8  # borders
+    assert sum(kept.values()) < 6 * length * 16 + states < length * 256
+
+
+MEMORY = """
+import pathlib, sys, torch, subquad
+torch.set_num_threads(1)
+length = int(sys.argv[1])
+
+def memory(what):
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith(what)).split()[1]) * 1024
+
+attention = subquad.FavorAttention(64, 256, near=int(sys.argv[2]), sinks=0)
+q, k, v = (torch.randn(1, 4, length, 64).requires_grad_() for _ in range(3))
+attention(*(t[:, :, :1024] for t in (q, k, v)), causal=True).sum().backward()
+q.grad = k.grad = v.grad = None
+pathlib.Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+before = memory("VmRSS")
+attention(q, k, v, causal=True).sum().backward()
+print(memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("near", [0, 64])
+def test_peak_memory_is_linear(near: int) -> None:
+    """Forward and backward, measured in a process of its own: the output, three gradients, and little that grows."""
+    scratch = []
+    for length in (8192, 32768):
+        command = [sys.executable, "-c", MEMORY, str(length), str(near)]
+        peak = int(subprocess.run(command, capture_output=True, check=True).stdout)
+        scratch.append(peak - 4 * (4 * length * 64 * 4))  # heads, tokens, dim, bytes
+    assert scratch[1] < 2 * scratch[0], scratch
+    assert scratch[1] < (4 * 32768 * 256 * 4) * 0.75, "less than one length x features tensor"
+
+
+# Operators and the compiler -------------------------------------------------------------------------------------------
+
+
+def flat_favor_arguments(near: int, causal: bool) -> tuple:
+    q, k, v = (t.requires_grad_() for t in (draw(2, 4, 23, D), draw(2, 2, 23, D), draw(2, 2, 23, 5)))
+    sink_k, sink_v = (t[:, :, :2].detach().clone().requires_grad_() for t in (k, v))
+    tensors = [t for t in learned_map(1, "norm") if isinstance(t, Tensor)]
+    alive, seen = (torch.arange(23) >= 2)[None], torch.full((1, 23), 2)
+    if causal:
+        seen = (torch.arange(23) + 1).clamp(max=2)[None]
+    return (
+        q,
+        k,
+        v,
+        sink_k,
+        sink_v,
+        *tensors,
+        alive,
+        None,
+        seen,
+        None,
+        None,
+        "norm",
+        1,
+        near,
+        causal,
+        0.3,
+        False,
+        0,
+        True,
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("near", [0, 4])
+@pytest.mark.parametrize("causal", [False, True])
+def test_opcheck_favor(near: int, causal: bool) -> None:
+    torch.library.opcheck(torch.ops.subquad.favor_forward.default, flat_favor_arguments(near, causal))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("causal", [False, True])
+def test_opcheck_linear(causal: bool) -> None:
+    q, k, v = (t.requires_grad_() for t in (draw(2, 4, 23, D), draw(2, 2, 23, D), draw(2, 2, 23, 5)))
+    arguments = (q, k, v, draw(1, M, D).requires_grad_(), None, None, None, None, "elu1", causal, 0.6, 4, True)
+    torch.library.opcheck(torch.ops.subquad.linear_forward.default, arguments)
+
+
+MECHANISMS = pytest.mark.parametrize(
+    "attention",
+    [FavorAttention(D, M, near=4, sinks=2), FavorAttention(D, M, near=0, sinks=0), LinearAttention(D)],
+    ids=["favor", "favor-paper", "linear"],
+)
+
+
+@pytest.mark.full
+@pytest.mark.compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@MECHANISMS
+def test_compile_fullgraph(attention: Mechanism) -> None:
+    compiled = torch.compile(lambda *x: attention(*x, causal=True), fullgraph=True)
+    for length in (9, 17, 33):  # the second length makes it dynamic
+        inputs = make_inputs(attention, length).leaves()
+        got, want = compiled(*inputs), attention(*inputs, causal=True)
+        assert_close(got, want, 1e-12, f"length {length}")
+        pairs = zip(*(torch.autograd.grad(out.square().sum(), inputs) for out in (got, want)), strict=True)
+        for g, w in pairs:
+            assert_close(g, w, 1e-12, f"gradient, length {length}")
+
+
+@pytest.mark.full
+@pytest.mark.compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@MECHANISMS
+def test_compile_one_decoding_step(attention: Mechanism) -> None:
+    compiled = torch.compile(attention.extend, fullgraph=True)
+    inputs = make_inputs(attention, 13)
+    _, state = attention.extend(*inputs.tokens(0, 3))
+    for t in range(3, 13):
+        want, after = attention.extend(*inputs.tokens(t, t + 1), state)
+        got, state = compiled(*inputs.tokens(t, t + 1), state)
+        assert_close(got, want, 1e-12, f"token {t}")
+        for g, w in zip(state, after, strict=True):
+            assert_close(g, w, 1e-12, f"state after token {t}")
+
+
+@pytest.mark.full
+@pytest.mark.compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@MECHANISMS
+def test_export_with_dynamic_length(attention: Mechanism) -> None:
+    class Causal(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.attention(q, k, v, causal=True)
+
+    length = torch.export.Dim("length", min=4, max=4096)
+    shapes = {name: {2: length} for name in "qkv"}
+    program = torch.export.export(Causal(), tuple(make_inputs(attention, 24)), dynamic_shapes=shapes)
+    for tokens in (5, 24, 130):
+        inputs = make_inputs(attention, tokens)
+        assert_close(program.module()(*inputs), attention(*inputs, causal=True), 1e-12, f"length {tokens}")
+
+
+@MECHANISMS
+def test_autocast(attention: Mechanism) -> None:
+    """Under autocast linear layers give bfloat16; attention takes it and keeps its sums in float32."""
+    project = torch.nn.Linear(D, D)
+    x = torch.randn(2, 4, 20, D, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        q = project(x)
+        out = attention(q, q, q, causal=True)
+    assert out.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    want = attention(*[project(x)] * 3, causal=True)
+    assert_close(out, want, 0.02, "autocast")
+    assert project.weight.grad is not None
+    assert bool(project.weight.grad.isfinite().all())
+
+
+@MECHANISMS
+def test_gradients_without_output(attention: Mechanism) -> None:
+    """A loss on the state alone (the output unused) has gradients too, and the output alone ignores the state."""
+    inputs = make_inputs(attention, 12).leaves()
+    _, state = attention.extend(*inputs)
+    q, k, v = torch.autograd.grad(state[-1].sum(), inputs, allow_unused=True, materialize_grads=True)
+    assert not bool(q.any())
+    assert bool(k.any())
+    assert bool(v.any())
+
+
+def test_inference_keeps_no_borders() -> None:
+    attention = FavorAttention(D, M)
+    q, k, v = make_inputs(attention, 300)
+    inputs = favor.FavorInputs(q, k, v, k[:, :, :0], v[:, :, :0], attention.feature_map, *[None] * 5)
+    assert not ops._needs_gradients(*inputs[:5])
+    out = favor.forward(inputs, favor.FavorOptions(64, True, 0.25, False, 0, borders=False))
+    assert out.borders_sum.shape[0] == 0

@@ -1,0 +1,83 @@
+"""The package as an installer, an importer and a reader of its imports sees it."""
+
+import ast
+import subprocess
+import sys
+from importlib.metadata import metadata, version
+from pathlib import Path
+
+import pytest
+
+import subquad
+
+SOURCE = Path(subquad.__file__).parent
+HEAVY = ("transformers", "matplotlib", "typer", "rich", "pytest", "numpy.testing", "sympy.testing", "torch._inductor")
+
+# Each may import from itself and from what stands before it.
+LAYERS = ("errors", "checks", "features", "kernels", "mechanism", "mechanisms", "functional", "testing")
+
+PUBLIC = {
+    "MECHANISMS FavorAttention FeatureMap IdentityAttention LinearAttention Mechanism SoftmaxAttention State "
+    "SubquadError attention draw_feature_map errors features functional reorder_state state_bytes"
+}
+
+
+def run(program: str) -> str:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+
+
+def test_public_names_are_frozen() -> None:
+    assert {" ".join(subquad.__all__)} == PUBLIC
+    assert all(hasattr(subquad, name) for name in subquad.__all__)
+
+
+def test_version_is_that_of_the_package() -> None:
+    assert subquad.__version__ == version("subquad") == metadata("subquad")["Version"]
+    assert (SOURCE / "py.typed").exists()
+
+
+def test_import_is_light() -> None:
+    program = "import torch, sys; before = set(sys.modules); {}; print(*(set(sys.modules) - before))"
+    loaded = run(program.format("import subquad")).split()
+    assert [name for name in loaded if name.startswith(HEAVY)] == []
+    assert "rich" in run(program.format("import subquad, rich")).split(), "this test cannot fail"
+
+
+def test_import_is_fast() -> None:
+    program = "import torch, time; start = time.perf_counter(); import subquad; print(time.perf_counter() - start)"
+    assert min(float(run(program)) for _ in range(3)) < 0.3
+
+
+def imports_of(path: Path) -> list[str]:
+    """Layers that a module of the package imports."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "subquad":
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("subquad."):
+            found.append((node.module or "").split(".")[1])
+    return found
+
+
+def against_the_stream(layer: str, imported: list[str]) -> list[str]:
+    return [name for name in imported if LAYERS.index(name) > LAYERS.index(layer)]
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_follow_the_stream(path: Path) -> None:
+    layer = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    if layer != "__init__":
+        assert against_the_stream(layer, imports_of(path)) == []
+
+
+def test_a_wrong_import_would_be_seen() -> None:
+    assert against_the_stream("kernels", ["features", "mechanisms"]) == ["mechanisms"]
+
+
+def test_functions_fit_a_screen() -> None:
+    """Seventy lines with its docstring, no more."""
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                assert length <= 70, f"{path.name}: {node.name} has {length} lines"
