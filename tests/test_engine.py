@@ -152,13 +152,12 @@ print(memory("VmHWM") - before)
 @pytest.mark.parametrize("near", [0, 64])
 def test_peak_memory_is_linear(near: int) -> None:
     """Forward and backward, measured in a process of its own: the output, three gradients, and little that grows."""
-    scratch = []
-    for length in (8192, 32768):
+    for length in (16384, 65536):
         command = [sys.executable, "-c", MEMORY, str(length), str(near)]
         peak = int(subprocess.run(command, capture_output=True, check=True).stdout)
-        scratch.append(peak - 4 * (4 * length * 64 * 4))  # heads, tokens, dim, bytes
-    assert scratch[1] < 2 * scratch[0], scratch
-    assert scratch[1] < (4 * 32768 * 256 * 4) * 0.75, "less than one length x features tensor"
+        one = 4 * length * 64 * 4  # heads, tokens, dim, bytes
+        scratch = peak - 4 * one
+        assert scratch < 100e6, f"{length} tokens: {scratch / 1e6:.0f} MB; their features alone are {4 * one / 1e6:.0f}"
 
 
 # Operators and the compiler -------------------------------------------------------------------------------------------
