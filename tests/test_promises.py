@@ -1,5 +1,7 @@
 """What the README promises, at the sizes it promises it for."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,8 +9,8 @@ from torch import Tensor
 from subquad import FavorAttention, LinearAttention, Mechanism, SoftmaxAttention, state_bytes
 from subquad.testing import assert_close
 
-DEFAULT = {"near": 64, "sinks": 4}
-PAPER = {"near": 0, "sinks": 0}
+DEFAULT: dict[str, Any] = {"near": 64, "sinks": 4}
+PAPER: dict[str, Any] = {"near": 0, "sinks": 0}
 EVERY_FAVOR = pytest.mark.parametrize("options", [DEFAULT, PAPER], ids=["default", "paper"])
 
 

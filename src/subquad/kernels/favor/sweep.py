@@ -35,9 +35,8 @@ class Tile:
     x: Tensor  # [B, K, N, R, D] scaled queries
     logs: Tensor  # [B, K, N, R, M] log-features of the queries, at the reference of the state
     scalar: Tensor  # [B, K, N, R] common log-factor of a row's features
-    keys: KeyTile  # all keys these blocks touch
-    folded: slice  # the blocks of `keys` that enter the state
-    weights: Tensor  # [B, K, N, C, M] features of the folded keys
+    keys: KeyTile  # all keys these blocks touch; the first N blocks of them enter the state
+    weights: Tensor  # [B, K, N, C, M] features of those
     state: Tensor  # [B, K, N, M, V] what each block reads
     decay: Tensor  # [B, K, N, M]
     final: tuple[Tensor, Tensor]  # the state after this tile
@@ -88,27 +87,27 @@ class Sweep:
     def _open(self, start: int, block: int, blocks: int, state: tuple[Tensor, Tensor]) -> Tile:
         x = self.p.queries(start, block, blocks)
         logs, scalar = self.p.features.of_queries(x)
-        keys, folded = self._keys(start, block, blocks)
+        keys = self._keys(start, block, blocks)
         fold = self.p.inputs.alive if self.p.inputs.fold is None else self.p.inputs.fold
-        mask = self.p.mask(fold, keys.first + folded.start * block, block, blocks)
-        key_logs = self.p.features.of_keys(keys.y[:, :, folded], self.p.dead_bias(mask))
+        dead_bias = self.p.dead_bias(self.p.mask(fold, keys.first, block, blocks))
+        key_logs = self.p.features.of_keys(keys.y[:, :, :blocks], dead_bias)
         before, after = running_maxima(key_logs.amax(-2), state[0], self.reverse)
         decay = (before - after).exp_()
         weights = key_logs.sub_(after[:, :, :, None]).exp_()
-        states, last = scan(weights.mT @ keys.v[:, :, folded], decay, state[1], self.reverse)
+        states, last = scan(weights.mT @ keys.v[:, :, :blocks], decay, state[1], self.reverse)
         if self.own_by_features:  # the own block stands at the later maxima, so the state must too
             states.mul_(decay[..., None])
         logs += (after if self.own_by_features else before)[:, :, :, None]
         final = (after[:, :, 0 if self.reverse else -1], last)
-        return Tile(start, block, blocks, x, logs, scalar, keys, folded, weights, states, decay, final)
+        return Tile(start, block, blocks, x, logs, scalar, keys, weights, states, decay, final)
 
-    def _keys(self, start: int, block: int, blocks: int) -> tuple[KeyTile, slice]:
+    def _keys(self, start: int, block: int, blocks: int) -> KeyTile:
         if self.own_by_features:
-            return self.p.keys(start, block, blocks), slice(0, blocks)
+            return self.p.keys(start, block, blocks)
         if self.reverse:
-            return self.p.keys(start + block, block, blocks), slice(0, blocks)
+            return self.p.keys(start + block, block, blocks)
         neighbours = 1 if self.p.options.causal else 2
-        return self.p.keys(start - block, block, blocks + neighbours), slice(0, blocks)
+        return self.p.keys(start - block, block, blocks + neighbours)
 
     def _read(self, tile: Tile) -> tuple[Tensor, Tensor, bool]:
         logs = tile.logs
@@ -233,16 +232,15 @@ class Sweep:
             reads.mul_(tile.decay[..., None])
         grad_updates, grad_state = scan_backward(reads, tile.decay, grad_state, self.reverse)
         dlogs = grad @ tile.state.mT
-        values = tile.keys.v[:, :, tile.folded]
-        key_dlogs = values @ grad_updates.mT
+        key_dlogs = tile.keys.v[:, :, :blocks] @ grad_updates.mT
         dv = tile.weights @ grad_updates
         if own is not None:
             dlogs += own[0]
             key_dlogs += own[1]
             dv += own[2]
         dx = self.p.features.queries_backward(tile.x, dlogs.mul_(weights))
-        dy = self.p.features.keys_backward(tile.keys.y[:, :, tile.folded], key_dlogs.mul_(tile.weights))
-        self.p.add_key_gradients(into.k, into.v, tile.keys.first + tile.folded.start * block, block, dy, dv)
+        dy = self.p.features.keys_backward(tile.keys.y[:, :, :blocks], key_dlogs.mul_(tile.weights))
+        self.p.add_key_gradients(into.k, into.v, tile.keys.first, block, dy, dv)
         dx = self._exact_backward(tile, lognorm, grad, dx, into)
         self.p.add_query_gradients(into.q, start, block, dx)
         return grad_state

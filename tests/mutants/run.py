@@ -1,0 +1,71 @@
+"""Applies each mutant to a copy of the package and expects its tests to fail: `make mutants`."""
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from mutants import MUTANTS, Mutant
+
+ROOT = Path(__file__).parent.parent.parent
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full"]
+
+
+def red(source: Path, tests: str) -> bool:
+    """Whether the tests fail on the package in `source`; anything but plain failure or success is an error."""
+    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*PYTEST, *shlex.split(tests)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"pytest {tests} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-500:]}")
+    return done.returncode == 1
+
+
+def killed(mutant: Mutant) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", source)
+        path = source / "subquad" / mutant.path
+        text = path.read_text()
+        if text.count(mutant.old) != 1:
+            raise RuntimeError(
+                f"{mutant.name}: its text stands {text.count(mutant.old)} times in {mutant.path}, not once"
+            )
+        path.write_text(text.replace(mutant.old, mutant.new))
+        return red(source, mutant.tests)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*", help="only mutants whose name contains one of these")
+    words = parser.parse_args().words
+    chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
+    console, survivors = Console(), []
+    with Progress(console=console) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
+        clean = sorted({mutant.tests for mutant in chosen})
+        task = progress.add_task("tests are green without mutants", total=len(clean))
+        for tests, failed in zip(clean, pool.map(lambda tests: red(ROOT / "src", tests), clean), strict=True):
+            progress.advance(task)
+            if failed:
+                console.print(f"[red]red without any mutant:[/] {tests}")
+                return 2
+        task = progress.add_task("mutants", total=len(chosen))
+        for mutant, dead in zip(chosen, pool.map(killed, chosen), strict=True):
+            progress.advance(task)
+            console.print(f"{'[green]killed  ' if dead else '[red]SURVIVED'}[/] {mutant.name}")
+            survivors += [] if dead else [mutant.name]
+    console.print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants killed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
