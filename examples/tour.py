@@ -22,8 +22,9 @@ def main() -> None:
     console.rule("[bold]1. How close to exact attention?")
     console.print(accuracy())
     console.print(
-        "Random features alone lose to averaging all values as soon as logits are not tiny. Exact blocks and sinks make "
-        "them useful where attention stays near or goes to the first tokens, as it mostly does in trained models.\n",
+        "Random features alone lose to averaging all values as soon as logits are not tiny. Exact blocks and sinks "
+        "make them useful where attention stays near or goes to the first tokens, as it mostly does in trained "
+        "models.\n",
         style="dim",
     )
     console.rule("[bold]2. What does it cost? Causal, forward and backward")

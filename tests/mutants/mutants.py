@@ -39,13 +39,6 @@ MUTANTS = (
         estimators("test_unbiased and positive and orthogonal"),
     ),
     Mutant(
-        "sign fix on the wrong axis",
-        DRAWS,
-        "return q * torch.where(r.diagonal() < 0, -1.0, 1.0)",
-        "return q * torch.where(r.diagonal() < 0, -1.0, 1.0)[:, None]",
-        estimators("test_unbiased and positive and orthogonal"),
-    ),
-    Mutant(
         "all rows with norm sqrt(d)",
         DRAWS,
         "torch.cat(blocks)[:rows] * norms",
@@ -158,7 +151,7 @@ MUTANTS = (
         "running_maxima(key_logs.amax(-2), state[0], self.reverse)",
         "running_maxima(key_logs.amax((-2, -1)).unsqueeze(-1).expand(*state[0].shape[:2], blocks, state[0].shape[2]), "
         "state[0], self.reverse)",
-        contract("favor-near and extreme_logits"),
+        contract("favor-paper and extreme_logits"),
     ),
     Mutant(
         "state not rescaled when the maximum grows",
@@ -261,11 +254,11 @@ MUTANTS = (
     ),
     # masks
     Mutant(
-        "mask on the values only",
+        "masked keys raise the maxima",
         FAVOR_PROBLEM,
         "return None if mask is None else torch.where(mask, 0.0, DEAD).to(self.dtype)",
         "return None",
-        contract("favor-paper and masked_forward"),
+        contract("favor and extreme_logits"),
     ),
     Mutant(
         "dead keys keep what they hold",

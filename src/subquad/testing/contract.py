@@ -242,6 +242,9 @@ def extreme_logits_are_right(mechanism: Mechanism) -> None:
             assert_close(got, want, 1e-8, what)
             for gradient in gradients(got, leaves):
                 assert bool(gradient.isfinite().all()), f"{what}: gradient is not finite"
+            mask = torch.arange(40).expand(2, -1) < torch.tensor([[40], [23]])
+            want = mechanism.reference(*inputs, causal=causal, key_mask=mask)
+            assert_close(mechanism(*inputs, causal=causal, key_mask=mask), want, 1e-8, f"{what}, padded")
             single = inputs.to(torch.float32)
             want = mechanism.reference(*single.to(torch.float64), causal=causal)
             moved = mechanism.reference(*_one_rounding_away(single), causal=causal)
