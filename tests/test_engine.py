@@ -284,6 +284,24 @@ def test_autocast(attention: Mechanism) -> None:
 
 
 @MECHANISMS
+def test_autocast_rounds_nothing_inside(attention: Mechanism) -> None:
+    """float32 in, float32 out, with the bits it has without autocast: forward, backward, and token by token."""
+    inputs = make_inputs(attention, 20).to(torch.float32).leaves()
+    want = attention(*inputs, causal=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = attention(*inputs, causal=True)
+        steps, state = [], None
+        for t in range(20):
+            out, state = attention.extend(*inputs.tokens(t, t + 1), state=state)
+            steps.append(out)
+        gradients = torch.autograd.grad(got.square().sum(), inputs)
+    assert torch.equal(got, want)
+    assert_close(torch.cat(steps, 2), want, 1e-5, "steps")
+    for g, w in zip(gradients, torch.autograd.grad(want.square().sum(), inputs), strict=True):
+        assert_close(g, w, 1e-6, "gradient")
+
+
+@MECHANISMS
 def test_gradients_without_output(attention: Mechanism) -> None:
     """A loss on the state alone (the output unused) has gradients too, and the output alone ignores the state."""
     inputs = make_inputs(attention, 12).leaves()

@@ -81,3 +81,13 @@ def test_functions_fit_a_screen() -> None:
             if isinstance(node, ast.FunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 assert length <= 70, f"{path.name}: {node.name} has {length} lines"
+
+
+def test_modules_say_what_they_are() -> None:
+    favor = (
+        "head_dim=8, num_features=16, near=64, sinks=4, estimator='positive', coupling='orthogonal', kernel='softmax'"
+    )
+    assert repr(subquad.FavorAttention(8, 16, scale=0.5)) == f"FavorAttention({favor}, scale=0.5, num_heads=None)"
+    assert repr(subquad.LinearAttention(8)) == "LinearAttention(head_dim=8, feature_map='elu1')"
+    assert repr(subquad.SoftmaxAttention(4)) == "SoftmaxAttention(head_dim=4, scale=0.5)"
+    assert repr(subquad.IdentityAttention(4)) == "IdentityAttention(head_dim=4)"

@@ -340,6 +340,13 @@ MUTANTS = (
         contract("favor-paper and extend_equals"),
     ),
     Mutant(
+        "autocast rounds the engine's products",
+        "kernels/precision.py",
+        "with torch.autocast(device, enabled=False):",
+        "with torch.autocast(device, enabled=True, dtype=torch.bfloat16):",
+        engine("autocast_rounds"),
+    ),
+    Mutant(
         "half precision rounds the features",
         "mechanism.py",
         'self._buffers["weight"] = before.to(after.device)',

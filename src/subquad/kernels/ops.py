@@ -13,6 +13,7 @@ from subquad.features import FeatureMap
 from subquad.kernels import favor, linear
 from subquad.kernels.favor import FavorInputs, FavorOptions
 from subquad.kernels.linear import LinearInputs, LinearOptions
+from subquad.kernels.precision import without_autocast
 from subquad.kernels.problem import Saved
 
 
@@ -29,7 +30,9 @@ def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def _operator(name: str, implementation: Any, fake: Any, schema: str) -> Any:
-    operator: Any = torch.library.custom_op(f"subquad::{name}", implementation, mutates_args=(), schema=schema)
+    operator: Any = torch.library.custom_op(
+        f"subquad::{name}", without_autocast(implementation), mutates_args=(), schema=schema
+    )
     operator.register_fake(fake)
     operator.register_vmap(_refuse_vmap)
     return operator

@@ -16,6 +16,7 @@ from subquad.features.trigonometric import trigonometric_features, trigonometric
 from subquad.kernels import ops
 from subquad.kernels.favor import FavorInputs
 from subquad.kernels.linear import LinearInputs
+from subquad.kernels.precision import without_autocast
 from subquad.mechanism import (
     Mechanism,
     RandomFeatures,
@@ -33,6 +34,7 @@ from subquad.mechanisms.packing import pack, slots_of, unpack
 KERNELS = ("softmax", "gaussian")
 
 
+@without_autocast
 def favor_attention(
     q: Tensor,
     k: Tensor,
@@ -212,10 +214,20 @@ class FavorAttention(RandomFeatures, Mechanism):
     def chunk(self, value: int | None) -> None:
         self.options = self.options._replace(chunk=checks.optional_count(self.name, "chunk", value) or 0)
 
+    def extra_repr(self) -> str:
+        o = self.options
+        kernel = "gaussian" if o.gaussian else "softmax"
+        return (
+            f"head_dim={self.head_dim}, num_features={self.num_features}, near={o.near}, sinks={o.sinks}, "
+            f"estimator={self.estimator!r}, coupling={self.coupling!r}, kernel={kernel!r}, scale={o.scale:.4g}, "
+            f"num_heads={self.num_heads}"
+        )
+
     def redraw(self, seed: int) -> None:
         """Fresh random features, in place; the same seed gives the same ones on every machine and rank."""
         self.weight.copy_(self._draw(seed))
 
+    @without_autocast
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
     ) -> Tensor:
@@ -225,6 +237,7 @@ class FavorAttention(RandomFeatures, Mechanism):
             return self._trigonometric(q, k, v, key_mask, None, causal)[0]
         return _attend(self.options, q, k, v, self.feature_map, causal, key_mask)
 
+    @without_autocast
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, FavorState]:

@@ -30,6 +30,9 @@ class IdentityAttention(Mechanism):
         super().__init__()
         self.head_dim = checks.count(self.name, "head_dim", head_dim)
 
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}"
+
     @property
     def positional(self) -> bool:
         return True

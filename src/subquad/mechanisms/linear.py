@@ -14,6 +14,7 @@ from subquad.kernels import ops
 from subquad.kernels.favor import FavorInputs
 from subquad.kernels.linear import LinearInputs
 from subquad.kernels.logs import project
+from subquad.kernels.precision import without_autocast
 from subquad.kernels.problem import FLOOR
 from subquad.kernels.tiles import with_ones
 from subquad.mechanism import Mechanism, RandomFeatures, State, masked_softmax, normalised, repeat_heads, visible
@@ -30,6 +31,7 @@ class LinearState(NamedTuple):
     far_sum: Tensor
 
 
+@without_autocast
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -185,6 +187,10 @@ class LinearAttention(RandomFeatures, Mechanism):
     def _phi(self) -> _Phi:
         return _Phi(self.feature_map, self.weight, self.root, self.chunk)
 
+    def extra_repr(self) -> str:
+        projected = "" if self.num_features is None else f", num_features={self.num_features}, {self.coupling}"
+        return f"head_dim={self.head_dim}, feature_map={self.feature_map!r}{projected}"
+
     def redraw(self, seed: int) -> None:
         """A fresh random projection, in place."""
         if self.weight is None:
@@ -200,6 +206,7 @@ class LinearAttention(RandomFeatures, Mechanism):
         )
         return torch.stack(list(draws)).float()
 
+    @without_autocast
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
     ) -> Tensor:
@@ -207,6 +214,7 @@ class LinearAttention(RandomFeatures, Mechanism):
         self._check_heads(k)
         return self._phi.attend(q, k, v, causal, key_mask, None)[0]
 
+    @without_autocast
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, LinearState]:

@@ -79,6 +79,9 @@ class SoftmaxAttention(Mechanism):
         self.head_dim = checks.count(self.name, "head_dim", head_dim)
         self.scale = checks.scale(self.name, scale, head_dim)
 
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}, scale={self.scale:.4g}"
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
     ) -> Tensor:
