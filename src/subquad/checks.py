@@ -180,6 +180,7 @@ def extend(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, key_mask_: Tensor | 
     head_dim(mechanism.name, mechanism.head_dim, q)
     extend_lengths(mechanism.name, q, k)
     key_mask(mechanism.name, key_mask_, k)
+    mechanism.check_heads(q, k)
 
 
 def _common(mechanism: Any, q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> None:
@@ -189,6 +190,7 @@ def _common(mechanism: Any, q: Tensor, k: Tensor, causal: bool, mask: Tensor | N
     if mechanism.positional:
         self_attention(mechanism.name, q, k, mechanism.cross_attention_advice)
     key_mask(mechanism.name, mask, k)
+    mechanism.check_heads(q, k)
 
 
 # Options --------------------------------------------------------------------------------------------------------------

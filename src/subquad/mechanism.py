@@ -7,6 +7,8 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from subquad import checks
+
 # What `extend` carries from call to call: a NamedTuple of tensors, batch first in every one of them.
 State = tuple[Tensor, ...]
 SomeState = TypeVar("SomeState", bound=State)
@@ -43,6 +45,16 @@ class Mechanism(nn.Module, ABC):
         """The fast way. q `[B, H, T, D]`, k `[B, K, S, D]`, v `[B, K, S, Dv]` -> `[B, H, T, Dv]`."""
 
     @abstractmethod
+    def dense_weights(self, q: Tensor, k: Tensor, seen: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+        """The definition: normalised weights `[B, H, R, S]` of the pairs that are `seen` `[B or 1, 1, R, S]`, 0 for others.
+
+        q `[B, H, R, D]`, k `[B, H, S, D]`: as many heads, masked keys zeroed. q_index, k_index `[B or 1, R or S]`:
+        positions among the real tokens, for mechanisms that compare positions.
+        """
+
+    def check_heads(self, q: Tensor, k: Tensor) -> None:
+        """Raises if this mechanism was made for another number of heads."""
+
     def attention_matrix(
         self,
         q: Tensor,
@@ -53,6 +65,18 @@ class Mechanism(nn.Module, ABC):
         rows: Tensor | None = None,
     ) -> Tensor:
         """The weights this mechanism implies, by its dense formula: `[B, H, T, S]`, or `[B, H, len(rows), S]`."""
+        checks.matrix(self, q, k, causal, key_mask, rows)
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        seen = (seen.tril() if causal else seen)[None, None]
+        q_index, k_index = (torch.arange(x.shape[2], device=q.device)[None] for x in (q, k))
+        if key_mask is not None:
+            k = k.masked_fill(~key_mask[:, None, :, None], 0)
+            seen, k_index = seen & key_mask[:, None, None], real_index(key_mask, k)
+            if self.positional:
+                seen, q_index = seen & key_mask[:, None, :, None], k_index
+        if rows is not None:
+            q, seen, q_index = q[:, :, rows], seen[:, :, rows], q_index[:, rows]
+        return self.dense_weights(q, repeat_heads(k, q.shape[1]), seen, q_index, k_index)
 
     def reference(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
@@ -101,13 +125,6 @@ def state_bytes(state: State) -> int:
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """`[B, K, S, D] -> [B, heads, S, D]`: each key head serves `heads / K` query heads in a row."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
-
-
-def visible(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None) -> Tensor:
-    """Which keys a query may see, `[B or 1, 1, T, S]`."""
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-    seen = (seen.tril() if causal else seen)[None, None]
-    return seen if key_mask is None else seen & key_mask[:, None, None]
 
 
 def masked_softmax(logits: Tensor, seen: Tensor) -> Tensor:

@@ -24,8 +24,6 @@ from subquad.mechanism import (
     masked_softmax,
     normalised,
     real_index,
-    repeat_heads,
-    visible,
 )
 from subquad.mechanisms import favor_state
 from subquad.mechanisms.favor_state import FavorOptions, FavorState, map_heads
@@ -227,12 +225,14 @@ class FavorAttention(RandomFeatures, Mechanism):
         """Fresh random features, in place; the same seed gives the same ones on every machine and rank."""
         self.weight.copy_(self._draw(seed))
 
+    def check_heads(self, q: Tensor, k: Tensor) -> None:
+        checks.feature_map(self.name, self.feature_map, q, k)
+
     @without_autocast
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
     ) -> Tensor:
         checks.forward(self, q, k, v, causal, key_mask)
-        checks.feature_map(self.name, self.feature_map, q, k)
         if self.trigonometric:
             return self._trigonometric(q, k, v, key_mask, None, causal)[0]
         return _attend(self.options, q, k, v, self.feature_map, causal, key_mask)
@@ -242,7 +242,6 @@ class FavorAttention(RandomFeatures, Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, FavorState]:
         checks.extend(self, q, k, v, key_mask)
-        checks.feature_map(self.name, self.feature_map, q, k)
         options, feature_map = self.options, self.feature_map
         k, v = map_heads(feature_map, q, k, v)
         shapes = favor_state.shapes(options, k, v, *self._state_sizes())
@@ -258,45 +257,27 @@ class FavorAttention(RandomFeatures, Mechanism):
         """Running maxima and features per head of the far field."""
         return (1, 2 * self.num_features) if self.trigonometric else (self.num_features, self.num_features)
 
-    def attention_matrix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        *,
-        causal: bool = False,
-        key_mask: Tensor | None = None,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        checks.matrix(self, q, k, causal, key_mask, rows)
-        checks.feature_map(self.name, self.feature_map, q, k)
-        if key_mask is not None:
-            k = k.masked_fill(~key_mask[:, None, :, None], 0)
-        seen, exact = visible(q, k, causal, key_mask), self._exact_pairs(q, k, key_mask)
-        if self.positional and key_mask is not None:
-            seen = seen & key_mask[:, None, :, None]
-        if rows is not None:
-            q, seen, exact = q[:, :, rows], seen[:, :, rows], exact[:, :, rows]
-        x, y = (t * self.options.scale**0.5 for t in (q, repeat_heads(k, q.shape[1])))
+    def dense_weights(self, q: Tensor, k: Tensor, seen: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+        x, y = (t * self.options.scale**0.5 for t in (q, k))
         weight = self.weight.to(q.dtype)
-        weight = weight if weight.shape[0] == 1 else weight.repeat_interleave(q.shape[1] // k.shape[1], 0)
+        weight = weight if weight.shape[0] == 1 else weight.repeat_interleave(q.shape[1] // weight.shape[0], 0)
         if self.trigonometric:
             log_weight = self._trigonometric_log_weight(y)
             top = log_weight.amax(-1, keepdim=True).detach()
             estimate = trigonometric_features(x, weight) @ trigonometric_features(y, weight).mT
             return normalised(estimate * (log_weight - top).exp()[:, :, None] * seen)
+        exact = self._exact_pairs(q_index, k_index)
         logits = torch.where(exact, x @ y.mT, _log_estimate(x, y, weight))
         if self.options.gaussian:
             logits = logits - (y.square().sum(-1) / 2)[:, :, None]
         return masked_softmax(logits, seen)
 
-    def _exact_pairs(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
-        """`[B or 1, 1, T, S]`: pairs whose weight is exact."""
-        near, sinks = self.options.near, self.options.sinks
-        index = real_index(key_mask, k)
-        exact = (index < sinks)[:, None].expand(-1, q.shape[2], -1)
-        if near:
-            block = index // near
-            exact = exact | ((block[:, :, None] - block[:, None]).abs() <= 1)
+    def _exact_pairs(self, q_index: Tensor, k_index: Tensor) -> Tensor:
+        """`[B or 1, 1, R, S]`: pairs whose weight is exact."""
+        exact = (k_index < self.options.sinks)[:, None].expand(-1, q_index.shape[1], -1)
+        if self.options.near:
+            q_block, k_block = q_index // self.options.near, k_index // self.options.near
+            exact = exact | ((q_block[:, :, None] - k_block[:, None]).abs() <= 1)
         return exact[:, None]
 
     def _trigonometric_log_weight(self, y: Tensor) -> Tensor:

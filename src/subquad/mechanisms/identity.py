@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from subquad import checks
-from subquad.mechanism import Mechanism, State, normalised, repeat_heads, visible
+from subquad.mechanism import Mechanism, State, repeat_heads
 
 
 class IdentityState(NamedTuple):
@@ -44,19 +44,9 @@ class IdentityAttention(Mechanism):
         out = repeat_heads(v, q.shape[1])
         return out.clone() if key_mask is None else out.masked_fill(~key_mask[:, None, :, None], 0)
 
-    def attention_matrix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        *,
-        causal: bool = False,
-        key_mask: Tensor | None = None,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        checks.matrix(self, q, k, causal, key_mask, rows)
-        diagonal = torch.eye(q.shape[2], dtype=q.dtype, device=q.device) * visible(q, k, causal, key_mask)
-        diagonal = diagonal.expand(q.shape[0], q.shape[1], -1, -1)
-        return normalised(diagonal if rows is None else diagonal[:, :, rows])
+    def dense_weights(self, q: Tensor, k: Tensor, seen: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+        same = q_index[:, None, :, None] == k_index[:, None, None]
+        return (same & seen).to(q.dtype).expand(*q.shape[:2], -1, -1)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None

@@ -17,7 +17,7 @@ from subquad.kernels.logs import project
 from subquad.kernels.precision import without_autocast
 from subquad.kernels.problem import FLOOR
 from subquad.kernels.tiles import with_ones
-from subquad.mechanism import Mechanism, RandomFeatures, State, masked_softmax, normalised, repeat_heads, visible
+from subquad.mechanism import Mechanism, RandomFeatures, State, masked_softmax, normalised, repeat_heads
 
 FEATURE_MAPS = ("elu1", "relu", "softplus", "relu2", "exp")
 
@@ -211,7 +211,6 @@ class LinearAttention(RandomFeatures, Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
     ) -> Tensor:
         checks.forward(self, q, k, v, causal, key_mask)
-        self._check_heads(k)
         return self._phi.attend(q, k, v, causal, key_mask, None)[0]
 
     @without_autocast
@@ -219,36 +218,20 @@ class LinearAttention(RandomFeatures, Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, LinearState]:
         checks.extend(self, q, k, v, key_mask)
-        self._check_heads(k)
         state = self._checked_state(k, v, state)
         if q.shape[2] == 1:
             return self._step(q, k, v, state, key_mask)
         out, *far = self._phi.attend(q, k, v, True, key_mask, state)
         return out, LinearState(*far)
 
-    def attention_matrix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        *,
-        causal: bool = False,
-        key_mask: Tensor | None = None,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        checks.matrix(self, q, k, causal, key_mask, rows)
-        self._check_heads(k)
-        seen = visible(q, k, causal, key_mask)
-        if key_mask is not None:
-            k = k.masked_fill(~key_mask[:, None, :, None], 0)
-        if rows is not None:
-            q, seen = q[:, :, rows], seen[:, :, rows]
-        phi, k = self._phi, repeat_heads(k, q.shape[1])
+    def dense_weights(self, q: Tensor, k: Tensor, seen: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+        phi = self._phi
         if phi.in_log_space:
             log_phi, log_psi = phi.logs(q), phi.logs(k)
             return masked_softmax((log_phi[:, :, :, None] + log_psi[:, :, None]).logsumexp(-1), seen)
         return normalised(phi(q) @ phi(k).mT * seen)
 
-    def _check_heads(self, k: Tensor) -> None:
+    def check_heads(self, q: Tensor, k: Tensor) -> None:
         if self.weight is not None:
             checks.projection(self.name, self.weight, k)
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad import checks
-from subquad.mechanism import Mechanism, State, masked_softmax, repeat_heads, visible
+from subquad.mechanism import Mechanism, State, masked_softmax
 
 
 class SoftmaxState(NamedTuple):
@@ -48,7 +48,8 @@ def softmax_attention(
     scale = checks.scale("softmax", scale, q.shape[-1])
     if key_mask is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=_grouped(q, k))
-    return _masked(q, k, v, visible(q, k, causal, key_mask), key_mask, scale)
+    seen = key_mask[:, None, None].expand(-1, -1, q.shape[2], -1)
+    return _masked(q, k, v, seen.tril() if causal else seen, key_mask, scale)
 
 
 def _grouped(q: Tensor, k: Tensor) -> bool:
@@ -88,22 +89,8 @@ class SoftmaxAttention(Mechanism):
         checks.forward(self, q, k, v, causal, key_mask)
         return softmax_attention(q, k, v, causal=causal, key_mask=key_mask, scale=self.scale)
 
-    def attention_matrix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        *,
-        causal: bool = False,
-        key_mask: Tensor | None = None,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        checks.matrix(self, q, k, causal, key_mask, rows)
-        seen = visible(q, k, causal, key_mask)
-        if key_mask is not None:
-            k = k.masked_fill(~key_mask[:, None, :, None], 0)
-        if rows is not None:
-            q, seen = q[:, :, rows], seen[:, :, rows]
-        return masked_softmax(self.scale * q @ repeat_heads(k, q.shape[1]).mT, seen)
+    def dense_weights(self, q: Tensor, k: Tensor, seen: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+        return masked_softmax(self.scale * q @ k.mT, seen)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
