@@ -76,7 +76,7 @@ def favor_flops(length: int, near: int, causal: bool, backward: bool) -> int:
     attention = FavorAttention(16, 32, near=near, sinks=0)
     q, k, v = torch.randn(3, 1, 1, length, 16)
     inputs = favor.FavorInputs(q, k, v, k[:, :, :0], v[:, :, :0], attention.feature_map, *[None] * 5)
-    options = favor.FavorOptions(near, causal, 0.25, False, 0, True)
+    options = favor.EngineOptions(near, causal, 0.25, False, 0, True)
     with FlopCounterMode(display=False) as counter:
         out = favor.forward(inputs, options)
         if backward:
@@ -317,5 +317,5 @@ def test_inference_keeps_no_borders() -> None:
     q, k, v = make_inputs(attention, 300)
     inputs = favor.FavorInputs(q, k, v, k[:, :, :0], v[:, :, :0], attention.feature_map, *[None] * 5)
     assert not ops._needs_gradients(*inputs[:5])
-    out = favor.forward(inputs, favor.FavorOptions(64, True, 0.25, False, 0, borders=False))
+    out = favor.forward(inputs, favor.EngineOptions(64, True, 0.25, False, 0, borders=False))
     assert out.borders_sum.shape[0] == 0

@@ -24,6 +24,7 @@ class Mechanism(nn.Module, ABC):
     name: ClassVar[str]
     supports_causal: ClassVar[bool] = True
     supports_state: ClassVar[bool] = True
+    of_inner_products: ClassVar[bool] = True  # weights are, or estimate, functions of q.k
     cross_attention_advice: ClassVar[str] = ""  # ends the error of a positional mechanism that gets T != S
 
     head_dim: int

@@ -12,7 +12,7 @@ from torch import Tensor
 from subquad.features.elementwise import ELEMENTWISE
 from subquad.kernels import problem
 from subquad.kernels.logs import project, unproject, weight_gradient
-from subquad.kernels.problem import DEAD, FLOOR, NOWHERE, KeyTile, Problem, Saved
+from subquad.kernels.problem import DEAD, FLOOR, NOWHERE, KeyTile, Problem, Saved, between_borders
 from subquad.kernels.scan import running_maxima, scan, scan_backward
 from subquad.kernels.tiles import add_window, from_blocks, to_blocks, window
 
@@ -70,7 +70,8 @@ def border_count(length: int, heads: int, num_features: int, options: LinearOpti
     """How many states the forward keeps for the backward."""
     if not options.borders:
         return 0
-    return -(-length // tile_shape(heads, num_features, options.chunk)[1]) if options.causal else 1
+    tile = tile_shape(heads, num_features, options.chunk)[1]
+    return problem.border_count(length, tile, num_features) if options.causal else 1
 
 
 def forward(inputs: LinearInputs, options: LinearOptions) -> LinearOutputs:
@@ -84,8 +85,9 @@ def backward(
     borders_max: Tensor,
     borders_sum: Tensor,
     grad_far_sum: Tensor | None,
+    want_weight: bool = True,
 ) -> LinearGradients:
-    return _Engine(inputs, options).backward(saved, borders_max, borders_sum, grad_far_sum)
+    return _Engine(inputs, options, want_weight).backward(saved, borders_max, borders_sum, grad_far_sum)
 
 
 class _Keys(NamedTuple):
@@ -108,8 +110,8 @@ class _OwnGradients(NamedTuple):
 
 
 class _Engine:
-    def __init__(self, inputs: LinearInputs, options: LinearOptions) -> None:
-        self.inputs, self.options = inputs, options
+    def __init__(self, inputs: LinearInputs, options: LinearOptions, want_weight: bool = False) -> None:
+        self.inputs, self.options, self.want_weight = inputs, options, want_weight
         self.p = Problem(inputs.q, inputs.k, inputs.v, inputs.alive, options.root)
         self.map = ELEMENTWISE[options.feature_map]
         self.weight = None if inputs.weight is None else inputs.weight.to(self.p.dtype)
@@ -124,10 +126,11 @@ class _Engine:
         count = border_count(p.length, p.batch * p.heads, self.num_features, self.options)
         borders_max, borders_sum = (s.new_empty(count, *s.shape) for s in state)
         if self.options.causal:
-            for i, start in enumerate(range(0, p.length, self.tile)):
+            for i, starts in enumerate(self._segments()):
                 if self.options.borders:
                     borders_max[i], borders_sum[i] = state
-                state = self._forward_tile(start, state, out, normaliser)
+                for start in starts:
+                    state = self._forward_tile(start, state, out, normaliser)
         else:
             state = self._summary(state)
             if self.options.borders:
@@ -148,12 +151,15 @@ class _Engine:
             far_sum=borders_sum.new_zeros(0),
         )
         grad_state = torch.zeros_like(borders_sum[0]) if grad_final is None else grad_final
-        starts = list(enumerate(range(0, self.p.length, self.tile)))
         if self.options.causal:
-            for i, start in reversed(starts):
-                grad_state = self._backward_tile(start, (borders_max[i], borders_sum[i]), saved, grad_state, into)
+            for i, starts in reversed(list(enumerate(self._segments()))):
+                states = [(borders_max[i], borders_sum[i])]
+                for start in starts[:-1]:
+                    states.append(self._open(start, states[-1])[-1])
+                for start, state in reversed(list(zip(starts, states, strict=True))):
+                    grad_state = self._backward_tile(start, state, saved, grad_state, into)
             return into._replace(far_sum=grad_state)
-        for _, start in starts:
+        for start in range(0, self.p.length, self.tile):
             reads, _ = self._read_backward(start, borders_sum[0][:, :, None], None, saved, into)
             grad_state = grad_state + reads.sum(2)
         for first in range(0, self.p.key_length, self.tile):
@@ -168,6 +174,9 @@ class _Engine:
         far_sum = torch.zeros(shape, dtype=self.p.dtype, device=self.p.q.device)
         lowest = 0.0 if self.inputs.log_weight is None else FLOOR
         return far_sum.new_full((*shape[:2], 1), lowest), far_sum
+
+    def _segments(self) -> list[list[int]]:
+        return between_borders(list(range(0, self.p.length, self.tile)), self.tile, self.num_features)
 
     def _blocks(self, start: int, length: int) -> int:
         return -(-min(self.tile, length - start) // self.block)
@@ -311,5 +320,6 @@ class _Engine:
     def _unproject(self, x: Tensor, grad: Tensor, into: LinearGradients) -> Tensor:
         if self.weight is None:
             return grad
-        into.weight.add_(weight_gradient(grad, x, self.weight))
+        if self.want_weight:
+            into.weight.add_(weight_gradient(grad, x, self.weight))
         return unproject(grad, self.weight)

@@ -11,7 +11,7 @@ from torch import Tensor
 from subquad import checks
 from subquad.features import FeatureMap
 from subquad.kernels import favor, linear
-from subquad.kernels.favor import FavorInputs, FavorOptions
+from subquad.kernels.favor import EngineOptions, FavorInputs
 from subquad.kernels.linear import LinearInputs, LinearOptions
 from subquad.kernels.precision import without_autocast
 from subquad.kernels.problem import Saved
@@ -70,12 +70,12 @@ def favor_attention(
     return out, far_max, far_sum
 
 
-def _favor_problem(*args: Any) -> tuple[FavorInputs, FavorOptions]:
+def _favor_problem(*args: Any) -> tuple[FavorInputs, EngineOptions]:
     query, key, key_bias, offset_weight, offset_bias = args[5:10]
     rule, groups, *options = args[_FAVOR_TENSORS:]
     feature_map = FeatureMap(query, key, key_bias, rule, groups, offset_weight, offset_bias)
     inputs: tuple[Any, ...] = (*args[:5], feature_map, *args[10:_FAVOR_TENSORS])
-    return FavorInputs(*inputs), FavorOptions(*options)
+    return FavorInputs(*inputs), EngineOptions(*options)
 
 
 def _favor_forward(*args: Any) -> tuple[Tensor, ...]:
@@ -86,18 +86,18 @@ def _favor_forward_fake(*args: Any) -> tuple[Tensor, ...]:
     inputs, options = _favor_problem(*args)
     num_features = inputs.map.num_features
     count = favor.border_count(inputs.q.shape[2], inputs.q.shape[0] * inputs.q.shape[1], num_features, options)
-    return _fake_outputs(inputs.q, inputs.k, inputs.v, num_features, num_features, count, options.causal)
+    return _fake_outputs(inputs.q, inputs.k, inputs.v, num_features, num_features, (2,), count, options.causal)
 
 
 def _fake_outputs(
-    q: Tensor, k: Tensor, v: Tensor, num_features: int, num_maxima: int, borders: int, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, num_features: int, num_maxima: int, normaliser: tuple, borders: int, causal: bool
 ) -> tuple[Tensor, ...]:
     dtype = torch.promote_types(q.dtype, torch.float32)
     far_max = (q.shape[0], k.shape[1], num_maxima)
     far_sum = (q.shape[0], k.shape[1], num_features, v.shape[-1] + 1)
     return (
         q.new_empty(*q.shape[:3], v.shape[-1]),
-        q.new_empty(q.shape[:3], dtype=dtype),
+        q.new_empty(*q.shape[:3], *normaliser, dtype=dtype),
         q.new_empty(borders, *far_max, dtype=dtype),
         q.new_empty(borders, *far_sum, dtype=dtype),
         q.new_empty(far_max if causal else (0,), dtype=dtype),
@@ -197,20 +197,20 @@ def _linear_forward_fake(*args: Any) -> tuple[Tensor, ...]:
     inputs, options = _linear_problem(*args)
     num_features = inputs.k.shape[-1] if inputs.weight is None else inputs.weight.shape[1]
     count = linear.border_count(inputs.q.shape[2], inputs.q.shape[0] * inputs.q.shape[1], num_features, options)
-    return _fake_outputs(inputs.q, inputs.k, inputs.v, num_features, 1, count, options.causal)
+    return _fake_outputs(inputs.q, inputs.k, inputs.v, num_features, 1, (), count, options.causal)
 
 
 def _linear_backward(*args: Any) -> list[Tensor]:
-    grad_out, out, normaliser, borders_max, borders_sum, grad_far_sum, *rest = args
+    grad_out, out, normaliser, borders_max, borders_sum, grad_far_sum, want_weight, *rest = args
     inputs, options = _linear_problem(*rest)
     saved = Saved(grad_out, out, normaliser)
-    gradients = linear.backward(inputs, options, saved, borders_max, borders_sum, grad_far_sum)
+    gradients = linear.backward(inputs, options, saved, borders_max, borders_sum, grad_far_sum, want_weight)
     tensors = (*inputs[:5], borders_sum)
     return [g if t is None else g.to(t.dtype) for g, t in zip(gradients, tensors, strict=True)]
 
 
 def _linear_backward_fake(*args: Any) -> list[Tensor]:
-    _, _, _, _, borders_sum, _, *rest = args
+    _, _, _, _, borders_sum, _, _, *rest = args
     causal = rest[9]
     state = borders_sum.new_empty(borders_sum.shape[1:] if causal else (0,))
     tensors = [borders_sum.new_empty(0) if t is None else t.new_empty(t.shape) for t in rest[:5]]
@@ -228,7 +228,7 @@ linear_backward = _operator(
     _linear_backward,
     _linear_backward_fake,
     "(Tensor grad_out, Tensor out, Tensor normaliser, Tensor borders_max, Tensor borders_sum, Tensor? grad_far_sum, "
-    f"{_LINEAR_ARGUMENTS}) -> Tensor[]",
+    f"bool want_weight, {_LINEAR_ARGUMENTS}) -> Tensor[]",
 )
 
 
@@ -242,7 +242,15 @@ def _linear_save(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _linear_gradients(ctx: Any, grad_out: Tensor | None, *others: Tensor | None) -> tuple:
     out, normaliser, borders_max, borders_sum, *tensors = ctx.saved_tensors
     gradients = linear_backward(
-        *(_grad_or_zeros(grad_out, out), out, normaliser, borders_max, borders_sum, _of_last_state(others)),
+        *(
+            _grad_or_zeros(grad_out, out),
+            out,
+            normaliser,
+            borders_max,
+            borders_sum,
+            _of_last_state(others),
+            ctx.needs_input_grad[3],
+        ),
         *tensors,
         *ctx.options,
     )

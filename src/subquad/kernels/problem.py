@@ -20,6 +20,23 @@ NOWHERE = math.inf  # normaliser of a row that sees nothing: dividing by it leav
 TILE_ELEMENTS = 1 << 20  # features per tile: a few such tensors fit a shared cache
 
 
+def tiles_per_border(tile: int, num_features: int) -> int:
+    """States are kept for the backward every so many tiles: a state is M x V numbers, so that 4 M tokens apart they
+    are fewer than the values."""
+    return max(1, 4 * num_features // tile)
+
+
+def border_count(length: int, tile: int, num_features: int) -> int:
+    tiles = -(-length // tile)
+    return -(-tiles // tiles_per_border(tile, num_features))
+
+
+def between_borders(starts: list[int], tile: int, num_features: int) -> list[list[int]]:
+    """The tiles that follow each border, in the order of the sweep."""
+    step = tiles_per_border(tile, num_features)
+    return [starts[i : i + step] for i in range(0, len(starts), step)]
+
+
 @dataclass
 class KeyTile:
     """Scaled keys `[B, K, N, C, D]`, values `[B, K, N, C, V]`, and what is alive among them `[B or 1, 1, N, C]`."""
@@ -31,7 +48,7 @@ class KeyTile:
 
 
 class Saved(NamedTuple):
-    """What the backward gets of each row: output and its gradient `[B, H, T, Dv]`, normaliser `[B, H, T]`."""
+    """What the backward gets of each row: output and its gradient `[B, H, T, Dv]`, normaliser(s) `[B, H, T, ..]`."""
 
     grad_out: Tensor
     out: Tensor

@@ -12,7 +12,7 @@ from torch import Tensor
 from subquad.features import FeatureMap
 from subquad.kernels import ops
 from subquad.kernels.favor import FavorInputs
-from subquad.kernels.favor.problem import normalise
+from subquad.kernels.favor.problem import normalise, references
 from subquad.kernels.logs import LogFeatures, half_square
 from subquad.kernels.problem import DEAD, FLOOR
 from subquad.kernels.tiles import with_ones
@@ -216,13 +216,13 @@ class _Step:
         logits = x @ y.mT
         if self.options.gaussian:
             logits = logits - half_square(y)[:, :, None]
-        logits = logits.masked_fill(~self._exact_mask()[:, None, None], -torch.inf) - scalar[..., None]
-        everything = torch.cat([logs, logits], -1)
-        reference = everything.amax(-1).detach()
-        weights = (everything - reference[..., None]).exp()
-        features = logs.shape[-1]
-        numerator = weights[..., :features] @ far[1]
-        numerator = numerator + weights[..., features:] @ with_ones(torch.cat(values, 2).to(self.dtype))
+        logits = logits.masked_fill(~self._exact_mask()[:, None, None], -torch.inf)
+        no_exact = logits.shape[-1] == 0
+        reference = references(logs.detach(), None if no_exact else logits.detach(), scalar.detach())
+        unit = (scalar - scalar.detach())[..., None]  # 0, with the gradient that the scalar has in the far part
+        numerator = (logs - reference.far[..., None] + unit).exp() @ far[1]
+        exact_weights = (logits - reference.exact[..., None]).exp()
+        numerator = numerator + exact_weights @ with_ones(torch.cat(values, 2).to(self.dtype))
         out, _ = normalise(numerator, reference)
         return out.reshape(q.shape[0], q.shape[1], 1, -1).to(q.dtype)
 

@@ -151,6 +151,7 @@ class LinearAttention(RandomFeatures, Mechanism):
     """
 
     name = "linear"
+    of_inner_products = False
     weight: Tensor | None
 
     def __init__(

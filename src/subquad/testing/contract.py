@@ -254,6 +254,38 @@ def extreme_logits_are_right(mechanism: Mechanism) -> None:
             assert_close(mechanism(*single, causal=causal), want, max(SINGLE, 2 * allowed), f"{what}, float32")
 
 
+def lopsided_sizes_are_right(mechanism: Mechanism) -> None:
+    """q times 300 and k over 300: the same logits, so float32 outputs, gradients and decoded tokens stay as good."""
+    if not mechanism.convex or not mechanism.of_inner_products:
+        return
+    q, k, v = make_inputs(mechanism, 40)
+    inputs = Inputs(300 * q, k / 300, v)
+    for causal in directions(mechanism):
+        single = inputs.to(torch.float32).leaves()
+        exact = Inputs(*(t.detach().double() for t in single)).leaves()
+        moved = _one_rounding_away(inputs.to(torch.float32)).leaves()
+        naive = inputs.to(torch.float32).leaves()
+        got, want = mechanism(*single, causal=causal), mechanism.reference(*exact, causal=causal)
+        others = [mechanism.reference(*x, causal=causal) for x in (moved, naive)]
+        allowed = max(SINGLE, *(2 * relative_error(other, want) for other in others))
+        assert_close(got, want, allowed, f"causal={causal}")
+        every = zip(
+            "qkv",
+            gradients(got, single),
+            gradients(want, exact),
+            gradients(others[0], moved),
+            gradients(others[1], naive),
+            strict=True,
+        )
+        for name, g, w, m, n in every:
+            allowed = max(SINGLE, 2 * relative_error(m, w), 2 * relative_error(n, w))
+            assert_close(g, w, allowed, f"gradient of {name}, causal={causal}")
+        if causal and mechanism.supports_state:
+            steps, _ = _extend(mechanism, inputs.to(torch.float32), [1] * 40, None)
+            allowed = max(SINGLE, *(2 * relative_error(other, want) for other in others))
+            assert_close(steps, want, allowed, "token by token")
+
+
 def _one_rounding_away(inputs: Inputs) -> Inputs:
     generator = torch.Generator().manual_seed(3)
 
@@ -419,6 +451,7 @@ FORWARD_CHECKS: tuple[Check, ...] = (
     layout_does_not_matter,
     outputs_are_convex_combinations,
     extreme_logits_are_right,
+    lopsided_sizes_are_right,
     single_precision_is_single_precision,
     low_precision_is_as_good_as_it_can_be,
     modules_can_be_copied_and_saved,

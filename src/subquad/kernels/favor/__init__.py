@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.favor.full import FullField
-from subquad.kernels.favor.problem import FavorInputs, FavorOptions, FavorProblem, Gradients, border_count
+from subquad.kernels.favor.problem import EngineOptions, FavorInputs, FavorProblem, Gradients, border_count
 from subquad.kernels.favor.sweep import Sweep
 from subquad.kernels.logs import MapGradients
 from subquad.kernels.problem import NOWHERE, Saved
 
-__all__ = ["FavorInputs", "FavorOptions", "FavorOutputs", "Saved", "backward", "border_count", "forward"]
+__all__ = ["EngineOptions", "FavorInputs", "FavorOutputs", "Saved", "backward", "border_count", "forward"]
 
 
 class FavorOutputs(NamedTuple):
-    """Output `[B, H, T, Dv]`, log-normaliser `[B, H, T]`, and far fields (max `[.., B, K, M]`, sum `[.., B, K, M, V]`)
-    at the borders the backward starts from, and after the last token (empty unless causal)."""
+    """Output `[B, H, T, Dv]`, log-normalisers `[B, H, T, 2]` (far, exact), and far fields (max `[.., B, K, M]`, sum
+    `[.., B, K, M, V]`) at the borders the backward starts from, and after the last token (empty unless causal)."""
 
     out: Tensor
     lognorm: Tensor
@@ -33,10 +33,10 @@ def _sweeps(problem: FavorProblem) -> list[Sweep]:
     return [Sweep(problem), Sweep(problem, reverse=True)] if problem.options.near else []
 
 
-def forward(inputs: FavorInputs, options: FavorOptions) -> FavorOutputs:
+def forward(inputs: FavorInputs, options: EngineOptions) -> FavorOutputs:
     problem = FavorProblem(inputs, options)
     out = inputs.q.new_empty(*inputs.q.shape[:3], problem.value_dim, dtype=problem.dtype)
-    lognorm = out.new_empty(out.shape[:3])
+    lognorm = out.new_empty(*out.shape[:3], 2)
     empty = problem.empty_state()
     count = border_count(problem.length, problem.batch * problem.heads, problem.num_features, options)
     borders = [state.new_empty(count, *state.shape) for state in empty]
@@ -47,7 +47,7 @@ def forward(inputs: FavorInputs, options: FavorOptions) -> FavorOutputs:
             borders[0][0], borders[1][0] = summary
     at = 0
     for sweep in sweeps:
-        count = len(sweep.starts())
+        count = len(sweep.segments())
         state = sweep.forward(out, lognorm, borders[0][at : at + count], borders[1][at : at + count])
         final = state if options.causal else final
         at += count
@@ -57,7 +57,7 @@ def forward(inputs: FavorInputs, options: FavorOptions) -> FavorOutputs:
 
 def backward(
     inputs: FavorInputs,
-    options: FavorOptions,
+    options: EngineOptions,
     saved: Saved,
     borders_max: Tensor,
     borders_sum: Tensor,
@@ -72,7 +72,7 @@ def backward(
     if not (sweeps := _sweeps(problem)):
         FullField(problem).backward(saved, borders_max[0], borders_sum[0], into)
     for sweep in sweeps:
-        count = len(sweep.starts())
+        count = len(sweep.segments())
         borders = borders_max[at : at + count], borders_sum[at : at + count]
         grad_state = sweep.backward(saved, *borders, grad_far_sum, into)
         at += count

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from subquad.kernels.favor.problem import FavorProblem, Gradients, normalise
+from subquad.kernels.favor.problem import FavorProblem, Gradients, normalise, references
 from subquad.kernels.problem import Saved
 
 
@@ -39,13 +39,11 @@ class FullField:
         x = self.p.queries(start, block, blocks)
         logs, scalar = self.p.features.of_queries(x)
         logs += far_max[:, :, None, None]
-        reference = logs.amax(-1)
         exact = self._sinks(x, start, block)
+        reference = references(logs, exact, scalar)
+        numerator = logs.sub_(reference.far[..., None]).exp_() @ far_sum[:, :, None]
         if exact is not None:
-            reference = torch.maximum(reference, exact.amax(-1) - scalar)
-        numerator = logs.sub_(reference[..., None]).exp_() @ far_sum[:, :, None]
-        if exact is not None:
-            weights = exact.sub_((reference + scalar)[..., None]).exp_()
+            weights = exact.sub_(reference.exact[..., None]).exp_()
             numerator += weights @ self.p.sink_values[:, :, None]
         tile_out, tile_lognorm = normalise(numerator, reference)
         self.p.put_rows(out, start, block, tile_out)
@@ -69,15 +67,15 @@ class FullField:
         block, blocks = self._shape(start, self.p.length)
         x = self.p.queries(start, block, blocks)
         grad, normaliser = self.p.output_gradient(saved, start, block, blocks)
-        logs, scalar = self.p.features.of_queries(x)
+        logs, _ = self.p.features.of_queries(x)
         logs += far_max[:, :, None, None]
-        weights = logs.sub_(normaliser[..., None]).exp_()
+        weights = logs.sub_(normaliser[..., :1]).exp_()
         grad_sum = (weights.mT @ grad)[:, :, 0]
         dlogs = weights.mul_(grad @ far_sum[:, :, None].mT)
         dx = self.p.features.queries_backward(x, dlogs)
         exact = self._sinks(x, start, block)
         if exact is not None:
-            seen = exact.sub_((normaliser + scalar)[..., None]).exp_()
+            seen = exact.sub_(normaliser[..., 1:]).exp_()
             sink_y, sink_v = self.p.sink_y[:, :, None], self.p.sink_values[:, :, None]
             more, dy, dv = self.p.exact_backward(x, sink_y, sink_v, seen, grad)
             dx += more

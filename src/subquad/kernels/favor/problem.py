@@ -33,7 +33,7 @@ class FavorInputs(NamedTuple):
     far_sum: Tensor | None
 
 
-class FavorOptions(NamedTuple):
+class EngineOptions(NamedTuple):
     near: int
     causal: bool
     scale: float
@@ -50,7 +50,7 @@ class Gradients(NamedTuple):
     sink_v: Tensor
 
 
-def tile_shape(heads: int, num_features: int, options: FavorOptions) -> tuple[int, int]:
+def tile_shape(heads: int, num_features: int, options: EngineOptions) -> tuple[int, int]:
     """Tokens per block and per tile (whole blocks). Without near blocks, blocks must halve without remainder;
     64 makes the scores of the own block about as dear as the state's."""
     block = options.near or 1 << ((options.chunk or 64).bit_length() - 1)
@@ -60,18 +60,18 @@ def tile_shape(heads: int, num_features: int, options: FavorOptions) -> tuple[in
     return block, max(1, tile // block) * block
 
 
-def border_count(length: int, heads: int, num_features: int, options: FavorOptions) -> int:
+def border_count(length: int, heads: int, num_features: int, options: EngineOptions) -> int:
     """How many states the forward keeps for the backward."""
     if not options.borders:
         return 0
     if not options.causal and not options.near:
         return 1
     _, tile = tile_shape(heads, num_features, options)
-    return -(-length // tile) * (1 if options.causal else 2)
+    return problem.border_count(length, tile, num_features) * (1 if options.causal else 2)
 
 
 class FavorProblem(Problem):
-    def __init__(self, inputs: FavorInputs, options: FavorOptions, want_map_gradients: bool = False) -> None:
+    def __init__(self, inputs: FavorInputs, options: EngineOptions, want_map_gradients: bool = False) -> None:
         super().__init__(inputs.q, inputs.k, inputs.v, inputs.alive, options.scale**0.5)
         self.inputs, self.options = inputs, options
         self.features = LogFeatures(inputs.map, self.dtype, options.gaussian, want_map_gradients)
@@ -127,9 +127,30 @@ class FavorProblem(Problem):
         into.sink_v.add_(dv[..., :-1].sum(2))
 
 
-def normalise(numerator: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-normaliser from `[..., V]` sums at a row reference; zeros and -inf where no weight was seen."""
+class References(NamedTuple):
+    """What a row's exponents are taken relative to: one point on two scales, `far + scalar` = `exact`.
+
+    The features' scalar -|x|^2 / 2 can be huge. Were it added to the exact logits, it would round them; so each part is
+    kept on its own scale, and the scalar touches only the one that does not matter in this row.
+    """
+
+    far: Tensor
+    exact: Tensor
+
+
+def references(far_logs: Tensor, exact_logits: Tensor | None, scalar: Tensor) -> References:
+    """The largest exponent of each row. far_logs `[..., M]`, exact_logits `[..., E]`, scalar `[...]`."""
+    far = far_logs.amax(-1)
+    if exact_logits is None:
+        return References(far, far)
+    exact = exact_logits.amax(-1)
+    return References(torch.maximum(far, exact - scalar), torch.maximum(exact, far + scalar))
+
+
+def normalise(numerator: Tensor, reference: References) -> tuple[Tensor, Tensor]:
+    """Output and log-normalisers `[..., 2]` (far, exact) from `[..., V]` sums; zeros and -inf where nothing was seen."""
     weight = numerator[..., -1]
     seen = weight > 0
     out = numerator[..., :-1] / torch.where(seen, weight, 1)[..., None]
-    return out, torch.where(seen, reference + weight.log(), -torch.inf)
+    log_weight = torch.where(seen, weight, 0).log()
+    return out, torch.stack([reference.far + log_weight, reference.exact + log_weight], dim=-1)

@@ -10,13 +10,13 @@ certificate), and the tile is done again with smaller blocks. Blocks of one toke
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from subquad.kernels.favor.problem import FavorProblem, Gradients, normalise
-from subquad.kernels.problem import FLOOR, KeyTile, Saved
+from subquad.kernels.favor.problem import FavorProblem, Gradients, normalise, references
+from subquad.kernels.problem import FLOOR, KeyTile, Saved, between_borders
 from subquad.kernels.scan import running_maxima, scan, scan_backward
 from subquad.kernels.tiles import to_blocks, window
 
@@ -25,8 +25,18 @@ CERTIFICATE = 1e-8
 SPLIT = 4  # a tile that is not certified is cut into this many, with blocks smaller by as much
 
 
-@dataclass
-class Tile:
+class Folded(NamedTuple):
+    """The keys that a tile touches, and the states on the way through it."""
+
+    keys: KeyTile  # all keys the tile's blocks touch; the first N blocks of them enter the state
+    weights: Tensor  # [B, K, N, C, M] features of those
+    reference: Tensor  # [B, K, N, M] maxima at which each block reads
+    states: Tensor  # [B, K, N, M, V] what each block reads
+    decay: Tensor  # [B, K, N, M]
+    final: tuple[Tensor, Tensor]  # the state after this tile
+
+
+class Tile(NamedTuple):
     """`blocks` blocks of `block` tokens from token `start` on, and what their rows read."""
 
     start: int
@@ -35,11 +45,11 @@ class Tile:
     x: Tensor  # [B, K, N, R, D] scaled queries
     logs: Tensor  # [B, K, N, R, M] log-features of the queries, at the reference of the state
     scalar: Tensor  # [B, K, N, R] common log-factor of a row's features
-    keys: KeyTile  # all keys these blocks touch; the first N blocks of them enter the state
-    weights: Tensor  # [B, K, N, C, M] features of those
-    state: Tensor  # [B, K, N, M, V] what each block reads
-    decay: Tensor  # [B, K, N, M]
-    final: tuple[Tensor, Tensor]  # the state after this tile
+    folded: Folded
+
+    @property
+    def keys(self) -> KeyTile:
+        return self.folded.keys
 
 
 class Sweep:
@@ -51,9 +61,10 @@ class Sweep:
         self.block = min(problem.block, problem.length) if self.near else problem.block
         self.tile = problem.tile  # tokens
 
-    def starts(self) -> list[int]:
+    def segments(self) -> list[list[int]]:
+        """Starts of the tiles, in order, by the border state they come after."""
         starts = list(range(0, self.p.length, self.tile))
-        return starts[::-1] if self.reverse else starts
+        return between_borders(starts[::-1] if self.reverse else starts, self.tile, self.p.num_features)
 
     def _tile_blocks(self, start: int) -> int:
         return -(-min(self.tile, self.p.length - start) // self.block)
@@ -63,10 +74,11 @@ class Sweep:
     def forward(self, out: Tensor, lognorm: Tensor, borders_max: Tensor, borders_sum: Tensor) -> tuple[Tensor, Tensor]:
         """Fills `out` and `lognorm` (adds to them in a reverse sweep), and the states at tile borders."""
         state = self.p.initial_state()
-        for i, start in enumerate(self.starts()):
+        for i, starts in enumerate(self.segments()):
             if self.p.options.borders:
                 borders_max[i], borders_sum[i] = state
-            state = self._forward_tile(start, self.block, self._tile_blocks(start), state, out, lognorm)
+            for start in starts:
+                state = self._forward_tile(start, self.block, self._tile_blocks(start), state, out, lognorm)
         return state
 
     def _forward_tile(
@@ -82,11 +94,16 @@ class Sweep:
             tile_out, tile_lognorm = self._merge(tile, tile_out, tile_lognorm, out, lognorm)
         self.p.put_rows(out, start, block, tile_out)
         self.p.put_rows(lognorm, start, block, tile_lognorm)
-        return tile.final
+        return tile.folded.final
 
     def _open(self, start: int, block: int, blocks: int, state: tuple[Tensor, Tensor]) -> Tile:
+        folded = self._fold(start, block, blocks, state)
         x = self.p.queries(start, block, blocks)
         logs, scalar = self.p.features.of_queries(x)
+        logs += folded.reference[:, :, :, None]
+        return Tile(start, block, blocks, x, logs, scalar, folded)
+
+    def _fold(self, start: int, block: int, blocks: int, state: tuple[Tensor, Tensor]) -> Folded:
         keys = self._keys(start, block, blocks)
         fold = self.p.inputs.alive if self.p.inputs.fold is None else self.p.inputs.fold
         dead_bias = self.p.dead_bias(self.p.mask(fold, keys.first, block, blocks))
@@ -95,11 +112,10 @@ class Sweep:
         decay = (before - after).exp_()
         weights = key_logs.sub_(after[:, :, :, None]).exp_()
         states, last = scan(weights.mT @ keys.v[:, :, :blocks], decay, state[1], self.reverse)
-        if self.own_by_features:  # the own block stands at the later maxima, so the state must too
-            states.mul_(decay[..., None])
-        logs += (after if self.own_by_features else before)[:, :, :, None]
         final = (after[:, :, 0 if self.reverse else -1], last)
-        return Tile(start, block, blocks, x, logs, scalar, keys, weights, states, decay, final)
+        if self.own_by_features:  # the own block stands at the later maxima, so the state must too
+            return Folded(keys, weights, after, states.mul_(decay[..., None]), decay, final)
+        return Folded(keys, weights, before, states, decay, final)
 
     def _keys(self, start: int, block: int, blocks: int) -> KeyTile:
         if self.own_by_features:
@@ -110,24 +126,22 @@ class Sweep:
         return self.p.keys(start - block, block, blocks + neighbours)
 
     def _read(self, tile: Tile) -> tuple[Tensor, Tensor, bool]:
-        logs = tile.logs
-        reference = logs.amax(-1)
         exact, logits = self._exact(tile), None
         if exact is not None:
             logits = self.p.exact_logits(tile.x, exact[0], exact[2])
-            reference = torch.maximum(reference, logits.amax(-1) - tile.scalar)
-        weights = logs.sub_(reference[..., None]).exp_()
-        numerator = weights @ tile.state
+        reference = references(tile.logs, logits, tile.scalar)
+        weights = tile.logs.sub_(reference.far[..., None]).exp_()
+        numerator = weights @ tile.folded.states
         if self.own_by_features:
             numerator += self._own_scores(tile, weights) @ tile.keys.v
         if exact is not None and logits is not None:
-            numerator += logits.sub_((reference + tile.scalar)[..., None]).exp_() @ exact[1]
+            numerator += logits.sub_(reference.exact[..., None]).exp_() @ exact[1]
         out, lognorm = normalise(numerator, reference)
         return out, lognorm, self._certified(tile, numerator[..., -1])
 
     def _own_scores(self, tile: Tile, weights: Tensor) -> Tensor:
         """Causal scores of a block's rows and its own keys, `[B, K, N, R, C]`."""
-        return self.p.causal_scores(weights @ tile.weights.mT, tile.block)
+        return self.p.causal_scores(weights @ tile.folded.weights.mT, tile.block)
 
     def _certified(self, tile: Tile, row_sums: Tensor) -> bool:
         if not self.own_by_features or tile.block == 1:
@@ -192,10 +206,12 @@ class Sweep:
         stop = tile.start + tile.block * tile.blocks
         other = to_blocks(window(before, tile.start, stop), tile.block, self.p.groups)
         other_lognorm = to_blocks(window(before_lognorm, tile.start, stop), tile.block, self.p.groups)
-        both = torch.logaddexp(lognorm, other_lognorm)
+        here, there = lognorm[..., :1], other_lognorm[..., :1]
+        both = torch.logaddexp(here, there)
         anchor = both.clamp(min=FLOOR)  # both parts empty: -inf - FLOOR, not -inf - -inf
-        share, other_share = ((part - anchor).exp_()[..., None] for part in (lognorm, other_lognorm))
-        return out * share + other * other_share, both
+        share, other_share = ((part - anchor).exp_() for part in (here, there))
+        grown = anchor - there.clamp(min=FLOOR)  # the exact part was in the other sweep only
+        return out * share + other * other_share, torch.cat([both, other_lognorm[..., 1:] + grown], -1)
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
@@ -204,11 +220,13 @@ class Sweep:
     ) -> Tensor:
         """Adds all gradients; returns that of the initial state."""
         grad_state = torch.zeros_like(borders_sum[0]) if grad_final is None else grad_final
-        for i, start in reversed(list(enumerate(self.starts()))):
-            state = (borders_max[i], borders_sum[i])
-            grad_state = self._backward_tile(
-                start, self.block, self._tile_blocks(start), state, saved, grad_state, into
-            )
+        for i, starts in reversed(list(enumerate(self.segments()))):
+            states = [(borders_max[i], borders_sum[i])]
+            for start in starts[:-1]:
+                states.append(self._fold(start, self.block, self._tile_blocks(start), states[-1]).final)
+            for start, state in reversed(list(zip(starts, states, strict=True))):
+                blocks = self._tile_blocks(start)
+                grad_state = self._backward_tile(start, self.block, blocks, state, saved, grad_state, into)
         return grad_state
 
     def _backward_tile(
@@ -225,21 +243,21 @@ class Sweep:
         grad, lognorm = self.p.output_gradient(saved, start, block, blocks)
         if self._too_large(tile, lognorm):
             return self._backward_parts(tile, state, saved, grad_state, into)
-        weights = tile.logs.sub_(lognorm[..., None]).exp_()
+        weights = tile.logs.sub_(lognorm[..., :1]).exp_()
         own = self._own_backward(tile, weights, grad) if self.own_by_features else None
         reads = weights.mT @ grad
         if self.own_by_features:
-            reads.mul_(tile.decay[..., None])
-        grad_updates, grad_state = scan_backward(reads, tile.decay, grad_state, self.reverse)
-        dlogs = grad @ tile.state.mT
+            reads.mul_(tile.folded.decay[..., None])
+        grad_updates, grad_state = scan_backward(reads, tile.folded.decay, grad_state, self.reverse)
+        dlogs = grad @ tile.folded.states.mT
         key_dlogs = tile.keys.v[:, :, :blocks] @ grad_updates.mT
-        dv = tile.weights @ grad_updates
+        dv = tile.folded.weights @ grad_updates
         if own is not None:
             dlogs += own[0]
             key_dlogs += own[1]
             dv += own[2]
         dx = self.p.features.queries_backward(tile.x, dlogs.mul_(weights))
-        dy = self.p.features.keys_backward(tile.keys.y[:, :, :blocks], key_dlogs.mul_(tile.weights))
+        dy = self.p.features.keys_backward(tile.keys.y[:, :, :blocks], key_dlogs.mul_(tile.folded.weights))
         self.p.add_key_gradients(into.k, into.v, tile.keys.first, block, dy, dv)
         dx = self._exact_backward(tile, lognorm, grad, dx, into)
         self.p.add_query_gradients(into.q, start, block, dx)
@@ -249,7 +267,7 @@ class Sweep:
         """The certificate again, from the normaliser that the forward found."""
         if not self.own_by_features or tile.block == 1:
             return False
-        return bool((tile.logs.amax(-1) - lognorm > -math.log(CERTIFICATE)).any())
+        return bool((tile.logs.amax(-1) - lognorm[..., 0] > -math.log(CERTIFICATE)).any())
 
     def _backward_parts(
         self, tile: Tile, state: tuple[Tensor, Tensor], saved: Saved, grad_state: Tensor, into: Gradients
@@ -257,7 +275,7 @@ class Sweep:
         block, parts = tile.block // SPLIT or 1, list(self._parts(tile))
         states = [state]
         for part in parts[:-1]:
-            states.append(self._open(part, block, tile.blocks, states[-1]).final)
+            states.append(self._fold(part, block, tile.blocks, states[-1]).final)
         for part, state in reversed(list(zip(parts, states, strict=True))):
             grad_state = self._backward_tile(part, block, tile.blocks, state, saved, grad_state, into)
         return grad_state
@@ -266,14 +284,14 @@ class Sweep:
         """What the own block adds, before the factors `weights`: to query logs, key logs and values."""
         scores = self._own_scores(tile, weights)
         dscores = self.p.causal_scores(grad @ tile.keys.v.mT, tile.block)
-        return dscores @ tile.weights, dscores.mT @ weights, scores.mT @ grad
+        return dscores @ tile.folded.weights, dscores.mT @ weights, scores.mT @ grad
 
     def _exact_backward(self, tile: Tile, lognorm: Tensor, grad: Tensor, dx: Tensor, into: Gradients) -> Tensor:
         exact = self._exact(tile)
         if exact is None:
             return dx
         y, v, mask = exact
-        weights = self.p.exact_logits(tile.x, y, mask).sub_((lognorm + tile.scalar)[..., None]).exp_()
+        weights = self.p.exact_logits(tile.x, y, mask).sub_(lognorm[..., 1:]).exp_()
         more, dy, dv = self.p.exact_backward(tile.x, y, v, weights, grad)
         sinks, block = self.p.sinks, tile.block
         if sinks:
