@@ -21,16 +21,12 @@ import subquad
 from subquad.bench import peak_memory, time_side_by_side
 from subquad.testing import relative_error
 
-MECHANISMS = {
-    "softmax": {},
-    "linear": {},
-    "favor": {},
-    "favor-paper": {"near": 0, "sinks": 0},
-}
+CASES: dict[str, dict] = {mechanism.name: {} for mechanism in subquad.MECHANISMS}
+CASES["favor-paper"] = {"near": 0, "sinks": 0}
 
 
 def make(name: str, head_dim: int) -> subquad.Mechanism:
-    return subquad.attention(name.removesuffix("-paper"), head_dim=head_dim, **MECHANISMS[name])
+    return subquad.attention(name.split("-")[0], head_dim=head_dim, **CASES[name])
 
 
 def inputs(heads: int, length: int, head_dim: int) -> list[Tensor]:
@@ -91,7 +87,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, help="write the records to this JSON file")
-    parser.add_argument("--peak", choices=MECHANISMS, help=argparse.SUPPRESS)
+    parser.add_argument("--peak", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--mode", default="forward", help=argparse.SUPPRESS)
     parser.add_argument("--causal", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -108,12 +104,12 @@ def run(options: argparse.Namespace) -> None:
     console = Console()
     records = []
     cases = [(m, c, n) for m in ("forward", "forward+backward") for c in (False, True) for n in options.lengths]
-    for name in MECHANISMS:
+    for name in CASES:
         for causal in (False, True):
             gate(name, options.head_dim, causal)
     for mode, causal, length in track(cases, description="measuring", console=console, transient=True):
         tensors = inputs(options.heads, length, options.head_dim)
-        calls = {name: case(name, mode, [t.clone() for t in tensors], causal) for name in MECHANISMS}
+        calls = {name: case(name, mode, [t.clone() for t in tensors], causal) for name in CASES}
         for name, timing in time_side_by_side(calls, options.repeats).items():
             peak = measure(name, options, length, mode, causal)
             record = {"mechanism": name, "mode": mode, "causal": causal, "length": length}

@@ -12,6 +12,12 @@ def signed_relu(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x.relu(), (-x).relu()], dim=-1)
 
 
+class PerQueryHead(FavorAttention):
+    """A draw for every query head, where two of them share a key head."""
+
+    key_heads = 2
+
+
 @parametrize_contract(
     {
         "softmax": lambda: SoftmaxAttention(D),
@@ -32,6 +38,10 @@ def signed_relu(x: torch.Tensor) -> torch.Tensor:
         "favor-all-near": lambda: FavorAttention(D, 16, near=200, sinks=1),
         "favor-gaussian": lambda: FavorAttention(D, 16, near=8, sinks=2, kernel="gaussian"),
         "favor-gaussian-paper": lambda: FavorAttention(D, 16, near=0, sinks=0, kernel="gaussian", scale=0.5),
+        "favor-trigonometric-per-query-head": lambda: PerQueryHead(
+            D, 16, near=0, sinks=0, estimator="trigonometric", num_heads=4
+        ),
+        "favor-per-query-head": lambda: PerQueryHead(D, 16, near=8, sinks=2, num_heads=4),
         "favor-trigonometric": lambda: FavorAttention(D, 16, near=0, sinks=0, estimator="trigonometric"),
         "favor-trigonometric-gaussian": lambda: FavorAttention(
             D, 16, near=0, sinks=0, estimator="trigonometric", kernel="gaussian", num_heads=2

@@ -1,5 +1,6 @@
 """The torch engines below the mechanisms: feature maps as data, cost, memory, and torch's compiler."""
 
+import copy
 import subprocess
 import sys
 
@@ -72,6 +73,37 @@ def test_any_feature_map_and_its_gradients(heads: int, rule: str, near: int, cau
         assert_close(g, w, 1e-10, f"gradient of leaf {number}")
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "attention",
+    [FavorAttention(D, 2, near=4, sinks=2), FavorAttention(D, 2, near=0, sinks=0), LinearAttention(D, num_features=2)],
+    ids=["favor", "favor-paper", "linear"],
+)
+def test_many_tiles_and_borders(attention: Mechanism, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of one block and a border every other tile, as large batches have them."""
+    monkeypatch.setattr(problem, "TILE_ELEMENTS", 1)
+    attention = copy.deepcopy(attention)
+    setattr(attention, "chunk", 4)  # noqa: B010 - the mechanisms here have it
+    inputs = make_inputs(attention, 61).leaves()
+    assert problem.border_count(61, 4, 2) == 8
+    got, want = attention(*inputs, causal=causal), attention.reference(*inputs, causal=causal)
+    assert_close(got, want, 1e-12, "output")
+    every = zip(*(torch.autograd.grad(out.square().sum(), inputs) for out in (got, want)), strict=True)
+    for g, w in every:
+        assert_close(g, w, 1e-11, "gradient")
+
+
+def test_borders_are_fewer_than_values() -> None:
+    """A large batch has small tiles, but states are still kept only every 4 M tokens."""
+    for heads in (1, 8, 64, 1024):
+        for options in (
+            favor.EngineOptions(16, True, 1.0, False, 0, True),
+            favor.EngineOptions(0, True, 1.0, False, 0, True),
+        ):
+            borders = favor.border_count(8192, heads, 256, options)
+            assert borders * 256 * 65 <= 8192 * 64
+
+
 def favor_flops(length: int, near: int, causal: bool, backward: bool) -> int:
     attention = FavorAttention(16, 32, near=near, sinks=0)
     q, k, v = torch.randn(3, 1, 1, length, 16)
@@ -85,10 +117,10 @@ def favor_flops(length: int, near: int, causal: bool, backward: bool) -> int:
     return counter.get_total_flops()
 
 
-def linear_flops(length: int, near: int, causal: bool, backward: bool) -> int:
+def linear_flops(length: int, chunk: int, causal: bool, backward: bool) -> int:
     q, k, v = torch.randn(3, 1, 1, length, 16)
     inputs = linear.LinearInputs(q, k, v, *[None] * 5)
-    options = linear.LinearOptions("elu1", causal, 1.0, near, True)
+    options = linear.LinearOptions("elu1", causal, 1.0, chunk, True)
     with FlopCounterMode(display=False) as counter:
         out = linear.forward(inputs, options)
         if backward:
@@ -98,11 +130,11 @@ def linear_flops(length: int, near: int, causal: bool, backward: bool) -> int:
 
 
 @pytest.mark.parametrize("flops", [favor_flops, linear_flops])
-@pytest.mark.parametrize("near", [0, 64])
+@pytest.mark.parametrize("block", [0, 32])
 @pytest.mark.parametrize("causal", [False, True])
-def test_cost_doubles_with_the_length(flops, near: int, causal: bool) -> None:
+def test_cost_doubles_with_the_length(flops, block: int, causal: bool) -> None:
     for backward in (False, True):
-        short, long = (flops(length, near, causal, backward) for length in (8192, 16384))
+        short, long = (flops(length, block, causal, backward) for length in (8192, 16384))
         assert short > 0
         assert long / short == pytest.approx(2.0, rel=0.01)
 

@@ -9,18 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 import subquad
 from subquad import FavorAttention, IdentityAttention, LinearAttention, SoftmaxAttention, attention, checks, errors
 from subquad.features import draw_feature_map
 from subquad.functional import favor_attention, linear_attention, softmax_attention
+from subquad.mechanisms.linear import LinearState
 
 x = torch.randn(2, 4, 5, 8)
 soft = SoftmaxAttention(8)
 favor = FavorAttention(8, 16)
 paper = FavorAttention(8, 16, near=0, sinks=0)
 linear = LinearAttention(8)
+drawn = draw_feature_map(8, 16)
 mask = torch.ones(2, 5, dtype=torch.bool)
+
+
+class Unfit(IdentityAttention):
+    supports_causal = False
+    supports_state = False
 
 
 def cast(value: object) -> Any:
@@ -46,12 +54,12 @@ TENSORS = {
     "two dtypes": (
         lambda: favor(x, x, x.double()),
         errors.DtypeError,
-        "favor: q, k and v must share one dtype, got float32, float32, float64",
+        "favor: q, k and v must share one dtype, got float32, float32, float64; cast them to one",
     ),
     "two dtypes of q and k": (
         lambda: favor.attention_matrix(x, x.half()),
         errors.DtypeError,
-        "favor: q and k must share one dtype, got float32, float16",
+        "favor: q and k must share one dtype, got float32, float16; cast them to one",
     ),
     "two devices": (
         lambda: linear(x, x, x.to("meta")),
@@ -71,7 +79,8 @@ TENSORS = {
     "heads": (
         lambda: soft(x, x[:, :3], x[:, :3]),
         errors.ShapeError,
-        "softmax: the heads of q must be a multiple of those of k and v, got 4 and 3",
+        "softmax: the heads of q must be a multiple of those of k and v, got 4 and 3; "
+        "the layout is [batch, heads, length, dim]",
     ),
     "value length": (
         lambda: soft(x, x, x[:, :, :3]),
@@ -112,7 +121,7 @@ TENSORS = {
     "rows": (
         lambda: soft.attention_matrix(x, x, rows=torch.zeros(1, 1)),
         errors.ShapeError,
-        "softmax: rows must be a 1-D int64 tensor of query positions",
+        "softmax: rows must be a 1-D int64 tensor of query positions, got float32 [1, 1]",
     ),
     "rows beyond": (
         lambda: soft.attention_matrix(x, x, rows=torch.tensor([0, 5])),
@@ -129,6 +138,36 @@ TENSORS = {
         errors.ShapeError,
         "softmax: state.k must be [1, 4, any, 8] for these inputs, got [2, 4, 5, 8]; "
         "it comes from another batch or mechanism",
+    ),
+    "state of another dtype": (
+        lambda: soft.extend(x.double(), x.double(), x.double(), soft.extend(x, x, x)[1]),
+        errors.DtypeError,
+        "softmax: state.k is float32, but q, k and v are float64; keep one dtype per sequence",
+    ),
+    "state elsewhere": (
+        lambda: linear.extend(x, x, x, LinearState(*(t.to("meta") for t in linear.extend(x, x, x)[1]))),
+        errors.BackendError,
+        "linear: state.far_max is on meta, k on cpu; move one of them",
+    ),
+    "no feature map": (
+        lambda: favor_attention(x, x, x, cast(x)),
+        errors.DtypeError,
+        "favor: feature_map must be a subquad.FeatureMap, got Tensor",
+    ),
+    "key weights of another size": (
+        lambda: favor_attention(x, x, x, drawn._replace(key=drawn.key[:, :3])),
+        errors.ShapeError,
+        "favor: key of the feature map must be [1, 16, 8] like its query weights, got [1, 3, 8]",
+    ),
+    "half an offset": (
+        lambda: favor_attention(x, x, x, drawn._replace(offset_weight=torch.zeros(1, 8))),
+        errors.ShapeError,
+        "favor: offset_bias of the feature map must be [1] like its query weights, got None",
+    ),
+    "function of the wrong rank": (
+        lambda: LinearAttention(8, feature_map=lambda x: x.sum(-1))(x, x, x),
+        errors.ShapeError,
+        "linear: feature_map must map [2, 4, 5, 8] to [2, 4, 5, M], got [2, 4, 5]",
     ),
     "feature map of another head dim": (
         lambda: favor_attention(x, x, x, draw_feature_map(16)),
@@ -186,6 +225,28 @@ MASKS = {
 }
 
 OPTIONS = {
+    "causal": (lambda: favor(x, x, x, causal=cast("yes")), "favor: causal must be True or False, got 'yes'"),
+    "not causal": (
+        lambda: Unfit(8)(x, x, x, causal=True),
+        "identity: cannot be causal, every output depends on all tokens; use causal=False",
+    ),
+    "no state": (
+        lambda: Unfit(8).extend(x, x, x),
+        "identity: cannot extend a sequence, it has no state; use forward on the whole",
+    ),
+    "rule": (
+        lambda: favor_attention(x, x, x, drawn._replace(rule="norms")),
+        "favor: the rule of the feature map must be one of none, norm, groups, got 'norms' (did you mean 'norm'?)",
+    ),
+    "groups": (
+        lambda: favor_attention(x, x, x, drawn._replace(groups=5)),
+        "favor: groups=5 of the feature map needs rule='groups' and a multiple of 5 features, got rule='norm' and 16",
+    ),
+    "drawn heads": (
+        lambda: draw_feature_map(8, num_heads=0),
+        "favor: num_heads must be a whole number of at least 1, got 0",
+    ),
+    "drawn dim": (lambda: draw_feature_map(-1), "favor: head_dim must be a whole number of at least 1, got -1"),
     "unknown name": (
         lambda: attention("favour", head_dim=8),
         "unknown attention 'favour' (did you mean 'favor'?); known: softmax, identity, linear, favor",
@@ -318,10 +379,31 @@ def test_second_derivatives_are_refused(mechanism: subquad.Mechanism) -> None:
     assert bool(q.grad.isfinite().all())
 
 
-@pytest.mark.parametrize("mechanism", [favor, linear])
-def test_vmap_is_refused(mechanism: subquad.Mechanism) -> None:
-    error = raised(lambda: torch.vmap(mechanism)(x[None], x[None], x[None]))
-    assert str(error) == "subquad: torch.vmap is not supported; fold the mapped dimension into the batch"
+def dual(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with forward_ad.dual_level():
+        function(forward_ad.make_dual(x, x))
+
+
+TRANSFORMS = {
+    "vmap": lambda f: torch.vmap(f)(x[None]),
+    "grad": lambda f: torch.func.grad(lambda q: f(q).sum())(x),
+    "jvp": lambda f: torch.func.jvp(f, (x,), (x,)),
+    "vmap of grad": lambda f: torch.vmap(torch.func.grad(lambda q: f(q).sum()))(x[None]),
+    "dual": dual,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, on the way into forward mode
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("mechanism", [favor, paper, linear], ids=["favor", "favor-paper", "linear"])
+def test_transforms_are_refused(mechanism: subquad.Mechanism, transform: Callable) -> None:
+    """Forward mode above all: torch gives zeros for an operator that does not know it."""
+    one = lambda q: mechanism.extend(*[q[:, :, :1]] * 3)[0]  # noqa: E731
+    for function in (lambda q: mechanism(q, q, q), one):
+        assert str(raised(lambda function=function: transform(function))) == (
+            "subquad: torch.func transforms (vmap, grad, jvp) and forward-mode derivatives are not supported by the "
+            "fast engine; fold a mapped dimension into the batch, use torch.autograd.grad, or mechanism.reference(...)"
+        )
 
 
 def test_errors_are_the_builtin_ones_too() -> None:
@@ -341,6 +423,15 @@ def test_every_error_is_worded_in_checks() -> None:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in own, f"{path.name} builds a {node.func.id}"
-    functions = [name for name, value in vars(checks).items() if inspect.isfunction(value)]
-    everything = "\n".join(sources.values())
-    assert [name for name in functions if everything.count(name + "(") < 2] == []
+    functions = {name for name, value in vars(checks).items() if inspect.isfunction(value)}
+    called = {
+        node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        for path, source in sources.items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and (
+            path.name == "checks.py"
+            or (isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "checks")
+        )
+    }
+    assert functions - called == set()

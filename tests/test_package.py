@@ -7,6 +7,7 @@ from importlib.metadata import metadata, version
 from pathlib import Path
 
 import pytest
+import torch
 
 import subquad
 
@@ -91,3 +92,19 @@ def test_modules_say_what_they_are() -> None:
     assert repr(subquad.LinearAttention(8)) == "LinearAttention(head_dim=8, feature_map='elu1')"
     assert repr(subquad.SoftmaxAttention(4)) == "SoftmaxAttention(head_dim=4, scale=0.5)"
     assert repr(subquad.IdentityAttention(4)) == "IdentityAttention(head_dim=4)"
+
+
+def test_safetensors_and_meta(tmp_path: Path) -> None:
+    """Saving needs no pickle; a module made on the meta device can be brought to life."""
+    from safetensors.torch import load_model, save_model
+
+    attention, other = subquad.FavorAttention(8, 16, seed=1), subquad.FavorAttention(8, 16, seed=2)
+    save_model(attention, str(tmp_path / "attention.safetensors"))
+    load_model(other, str(tmp_path / "attention.safetensors"))
+    assert torch.equal(other.weight, attention.weight)
+    with torch.device("meta"):
+        made = subquad.FavorAttention(8, 16, seed=1)
+    assert made.weight.device.type == "meta"
+    made = made.to_empty(device="cpu")
+    made.reset_parameters()
+    assert torch.equal(made.weight, attention.weight)

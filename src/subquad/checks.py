@@ -1,6 +1,6 @@
 """Every check of user input, and the only place that words its errors: what was asked, what came, what to do.
 
-Functions named after a thing raise if it is wrong; functions with a `no_` or `not_` name build an error to raise.
+Functions above the last heading raise if the thing they are named after is wrong; those below it build an error.
 """
 
 import difflib
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from subquad.errors import BackendError, ConfigError, DtypeError, MaskError, ShapeError
@@ -40,7 +41,8 @@ def qk(op: str, q: Tensor, k: Tensor) -> None:
         raise ShapeError(f"{op}: q and k must share the head dim (last), got q {_shape(q)} and k {_shape(k)}")
     if q.shape[1] % k.shape[1]:
         raise ShapeError(
-            f"{op}: the heads of q must be a multiple of those of k and v, got {q.shape[1]} and {k.shape[1]}"
+            f"{op}: the heads of q must be a multiple of those of k and v, got {q.shape[1]} and {k.shape[1]}; "
+            "the layout is [batch, heads, length, dim]"
         )
 
 
@@ -57,7 +59,9 @@ def _tensors(op: str, **tensors: Tensor) -> None:
             raise DtypeError(f"{op}: {name} must be one of {names}, got {str(tensor.dtype).removeprefix('torch.')}")
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
     if len(set(dtypes.values())) > 1:
-        raise DtypeError(f"{op}: {_list(tensors)} must share one dtype, got {', '.join(dtypes.values())}")
+        raise DtypeError(
+            f"{op}: {_list(tensors)} must share one dtype, got {', '.join(dtypes.values())}; cast them to one"
+        )
     devices = {name: str(tensor.device) for name, tensor in tensors.items()}
     if len(set(devices.values())) > 1:
         raise BackendError(f"{op}: {_list(tensors)} must be on one device, got {', '.join(devices.values())}")
@@ -73,7 +77,11 @@ def head_dim(op: str, expected: int, q: Tensor) -> None:
         raise ShapeError(f"{op}: made for head_dim={expected}, got q {_shape(q)}")
 
 
-def causal_lengths(op: str, q: Tensor, k: Tensor) -> None:
+def causal_lengths(op: str, causal: bool, q: Tensor, k: Tensor) -> None:
+    if not isinstance(causal, bool):
+        raise ConfigError(f"{op}: causal must be True or False, got {causal!r}")
+    if not causal:
+        return
     if q.shape[2] != k.shape[2]:
         raise ShapeError(
             f"{op}: causal=True needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}; "
@@ -116,13 +124,14 @@ def rows(op: str, rows: Tensor | None, q: Tensor) -> None:
     if rows is None:
         return
     if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
-        raise ShapeError(f"{op}: rows must be a 1-D int64 tensor of query positions")
+        got = f"{str(rows.dtype).removeprefix('torch.')} {_shape(rows)}" if isinstance(rows, Tensor) else f"{rows!r}"
+        raise ShapeError(f"{op}: rows must be a 1-D int64 tensor of query positions, got {got}")
     if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < q.shape[2]):
         raise ShapeError(f"{op}: rows must lie in 0..{q.shape[2] - 1}, got {int(rows.min())}..{int(rows.max())}")
 
 
-def state(op: str, state: Any, kind: type, shapes: Sequence[tuple[int | None, ...]]) -> None:
-    """A state made by the same mechanism for the same batch, heads and dims; None in a shape fits any size."""
+def state(op: str, state: Any, kind: type, shapes: Sequence[tuple[int | None, ...]], k: Tensor) -> None:
+    """A state made by the same mechanism for the same batch, heads, dims and dtype; None in a shape fits any size."""
     if not isinstance(state, kind):
         raise ShapeError(f"{op}: state must be a {kind.__name__} returned by extend, got {type(state).__name__}")
     for name, tensor, shape in zip(kind._fields, state, shapes, strict=True):  # type: ignore[attr-defined]
@@ -134,19 +143,51 @@ def state(op: str, state: Any, kind: type, shapes: Sequence[tuple[int | None, ..
                 f"{op}: state.{name} must be {wanted} for these inputs, got {_shape(tensor)}; "
                 "it comes from another batch or mechanism"
             )
+        dtypes = (k.dtype, torch.promote_types(k.dtype, torch.float32))
+        if tensor.is_floating_point() and tensor.dtype not in dtypes:
+            got, wanted = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, k.dtype))
+            raise DtypeError(f"{op}: state.{name} is {got}, but q, k and v are {wanted}; keep one dtype per sequence")
+        if tensor.device != k.device:
+            raise BackendError(f"{op}: state.{name} is on {tensor.device}, k on {k.device}; move one of them")
 
 
 def feature_map(op: str, map: Any, q: Tensor, k: Tensor) -> None:
-    if map.head_dim != q.shape[-1]:
-        raise ShapeError(f"{op}: the feature map is for head_dim={map.head_dim}, got q {_shape(q)}")
-    heads = map.query.shape[0]
+    if not hasattr(map, "key_bias"):
+        raise DtypeError(f"{op}: feature_map must be a subquad.FeatureMap, got {type(map).__name__}")
+    choice(op, "the rule of the feature map", map.rule, ("none", "norm", "groups"))
+    heads, features = map.query.shape[0], map.query.shape[-2]
+    if map.query.shape[-1] != q.shape[-1]:
+        raise ShapeError(f"{op}: the feature map is for head_dim={map.query.shape[-1]}, got q {_shape(q)}")
     if heads not in (1, k.shape[1], q.shape[1]):
         raise ShapeError(
             f"{op}: the feature map has {heads} heads, but k has {k.shape[1]} and q {q.shape[1]}; "
             "make it with num_heads = the heads of k"
         )
+    wanted = {"key": tuple(map.query.shape), "key_bias": (heads, features)}
+    if map.offset_weight is not None or map.offset_bias is not None:
+        wanted |= {"offset_weight": (heads, q.shape[-1]), "offset_bias": (heads,)}
+    for name, shape in wanted.items():
+        tensor = getattr(map, name)
+        if tensor is None or tensor.shape != shape:
+            got = "None" if tensor is None else _shape(tensor)
+            raise ShapeError(f"{op}: {name} of the feature map must be {list(shape)} like its query weights, got {got}")
+    if map.groups != 1 and (map.rule != "groups" or features % map.groups):
+        raise ConfigError(
+            f"{op}: groups={map.groups} of the feature map needs rule='groups' and a multiple of {map.groups} "
+            f"features, got rule={map.rule!r} and {features}"
+        )
     if map.query.device != q.device:
         raise BackendError(f"{op}: the feature map is on {map.query.device}, q on {q.device}; move one of them")
+
+
+def features_of(op: str, phi: Any, x: Tensor) -> Tensor:
+    """What a user's feature map made of x: one vector per token."""
+    if not isinstance(phi, Tensor) or phi.shape[:-1] != x.shape[:-1]:
+        got = _shape(phi) if isinstance(phi, Tensor) else type(phi).__name__
+        raise ShapeError(
+            f"{op}: feature_map must map {_shape(x)} to [{', '.join(map(str, x.shape[:-1]))}, M], got {got}"
+        )
+    return phi
 
 
 def projection(op: str, weight: Tensor, k: Tensor) -> None:
@@ -177,6 +218,8 @@ def matrix(mechanism: Any, q: Tensor, k: Tensor, causal: bool, key_mask_: Tensor
 
 def extend(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, key_mask_: Tensor | None) -> None:
     qkv(mechanism.name, q, k, v)
+    if not mechanism.supports_state:
+        raise ConfigError(f"{mechanism.name}: cannot extend a sequence, it has no state; use forward on the whole")
     head_dim(mechanism.name, mechanism.head_dim, q)
     extend_lengths(mechanism.name, q, k)
     key_mask(mechanism.name, key_mask_, k)
@@ -185,8 +228,9 @@ def extend(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, key_mask_: Tensor | 
 
 def _common(mechanism: Any, q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> None:
     head_dim(mechanism.name, mechanism.head_dim, q)
-    if causal:
-        causal_lengths(mechanism.name, q, k)
+    if causal and not mechanism.supports_causal:
+        raise ConfigError(f"{mechanism.name}: cannot be causal, every output depends on all tokens; use causal=False")
+    causal_lengths(mechanism.name, causal, q, k)
     if mechanism.positional:
         self_attention(mechanism.name, q, k, mechanism.cross_attention_advice)
     key_mask(mechanism.name, mask, k)
@@ -284,5 +328,14 @@ def no_double_backward() -> BackendError:
     )
 
 
-def no_vmap() -> BackendError:
-    return BackendError("subquad: torch.vmap is not supported; fold the mapped dimension into the batch")
+def no_transforms(*tensors: Tensor | None) -> None:
+    """The operators have gradients for torch.autograd; under other transforms torch would silently return zeros."""
+    if torch.compiler.is_compiling():
+        return
+    functorch: Any = getattr(torch._C, "_functorch", None)
+    transformed = functorch is not None and functorch.peek_interpreter_stack() is not None
+    if transformed or any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise BackendError(
+            "subquad: torch.func transforms (vmap, grad, jvp) and forward-mode derivatives are not supported by the "
+            "fast engine; fold a mapped dimension into the batch, use torch.autograd.grad, or mechanism.reference(...)"
+        )

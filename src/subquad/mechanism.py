@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad import checks
+from subquad.kernels.precision import without_autocast
 
 # What `extend` carries from call to call: a NamedTuple of tensors, batch first in every one of them.
 State = tuple[Tensor, ...]
@@ -17,13 +18,15 @@ SomeState = TypeVar("SomeState", bound=State)
 class Mechanism(nn.Module, ABC):
     """Attention over `[B, H, T, D]` tensors; k and v may have fewer heads (GQA), v another last dim.
 
-    `key_mask` is bool `[B, S]`, True where a token is real: it removes keys everywhere, never queries. A query that
-    sees no key gets zeros. `causal=True` lets no output depend on a later token.
+    `key_mask` is bool `[B, S]`, True where a token is real: it removes keys everywhere, never queries (positional
+    mechanisms return zeros for masked tokens). A query that sees no key gets zeros. `causal=True` lets no output
+    depend on a later token.
     """
 
     name: ClassVar[str]
     supports_causal: ClassVar[bool] = True
     supports_state: ClassVar[bool] = True
+    state_grows: ClassVar[bool] = False
     of_inner_products: ClassVar[bool] = True  # weights are, or estimate, functions of q.k
     cross_attention_advice: ClassVar[str] = ""  # ends the error of a positional mechanism that gets T != S
 
@@ -47,7 +50,7 @@ class Mechanism(nn.Module, ABC):
 
     @abstractmethod
     def dense_weights(self, q: Tensor, k: Tensor, seen: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
-        """The definition: normalised weights `[B, H, R, S]` of the pairs that are `seen` `[B or 1, 1, R, S]`, 0 for others.
+        """The definition: normalised weights `[B, H, R, S]` of pairs that are `seen` `[B or 1, 1, R, S]`, 0 for others.
 
         q `[B, H, R, D]`, k `[B, H, S, D]`: as many heads, masked keys zeroed. q_index, k_index `[B or 1, R or S]`:
         positions among the real tokens, for mechanisms that compare positions.
@@ -56,6 +59,7 @@ class Mechanism(nn.Module, ABC):
     def check_heads(self, q: Tensor, k: Tensor) -> None:
         """Raises if this mechanism was made for another number of heads."""
 
+    @without_autocast
     def attention_matrix(
         self,
         q: Tensor,
@@ -67,18 +71,19 @@ class Mechanism(nn.Module, ABC):
     ) -> Tensor:
         """The weights this mechanism implies, by its dense formula: `[B, H, T, S]`, or `[B, H, len(rows), S]`."""
         checks.matrix(self, q, k, causal, key_mask, rows)
-        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-        seen = (seen.tril() if causal else seen)[None, None]
-        q_index, k_index = (torch.arange(x.shape[2], device=q.device)[None] for x in (q, k))
+        rows = torch.arange(q.shape[2], device=q.device) if rows is None else rows
+        keys = torch.arange(k.shape[2], device=q.device)
+        seen = (keys <= rows[:, None] if causal else torch.ones_like(keys <= rows[:, None]))[None, None]
+        q_index, k_index = rows[None], keys[None]
         if key_mask is not None:
             k = k.masked_fill(~key_mask[:, None, :, None], 0)
             seen, k_index = seen & key_mask[:, None, None], real_index(key_mask, k)
             if self.positional:
-                seen, q_index = seen & key_mask[:, None, :, None], k_index
-        if rows is not None:
-            q, seen, q_index = q[:, :, rows], seen[:, :, rows], q_index[:, rows]
+                seen, q_index = seen & key_mask[:, None, rows, None], k_index[:, rows]
+        q = q[:, :, rows]
         return self.dense_weights(q, repeat_heads(k, q.shape[1]), seen, q_index, k_index)
 
+    @without_autocast
     def reference(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
     ) -> Tensor:
@@ -140,6 +145,12 @@ def normalised(weights: Tensor) -> Tensor:
     """Rows divided by their sums; a row of zeros stays one."""
     total = weights.sum(-1, keepdim=True)
     return weights / torch.where(total != 0, total, 1)
+
+
+def log_sum_of_products(log_phi: Tensor, log_psi: Tensor) -> Tensor:
+    """log sum_r phi_r psi_r of all pairs, `[B, H, T, S]`, from `[B, H, T or S, M]`; T x S x M at once is too much."""
+    out = [(log_phi[:, :, t, None] + log_psi).logsumexp(-1) for t in range(log_phi.shape[2])]
+    return torch.stack(out, dim=2) if out else log_phi.new_zeros(*log_phi.shape[:3], log_psi.shape[2])
 
 
 def real_index(key_mask: Tensor | None, k: Tensor) -> Tensor:

@@ -6,9 +6,14 @@ from torch import Tensor
 COUPLINGS = ("iid", "orthogonal")
 
 
+def _normal(rows: int, dim: int, generator: torch.Generator) -> Tensor:
+    """On the CPU, whatever the default device: draws must not depend on the machine."""
+    return torch.randn(rows, dim, generator=generator, dtype=torch.float64, device="cpu")
+
+
 def haar(dim: int, generator: torch.Generator) -> Tensor:
     """A `[dim, dim]` rotation or reflection, uniform over the orthogonal group, float64."""
-    q, r = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))
+    q, r = torch.linalg.qr(_normal(dim, dim, generator))
     # QR fixes the signs of R by its algorithm, not at random; without this factor Q is not uniform
     # and the features are biased along (1, ..., 1).
     return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
@@ -17,7 +22,7 @@ def haar(dim: int, generator: torch.Generator) -> Tensor:
 def gaussian_rows(rows: int, dim: int, coupling: str, generator: torch.Generator) -> Tensor:
     """`[rows, dim]` float64. "orthogonal": rows in each block of `dim` are orthogonal, with chi-distributed norms."""
     if coupling == "iid":
-        return torch.randn(rows, dim, generator=generator, dtype=torch.float64)
+        return _normal(rows, dim, generator)
     blocks = [haar(dim, generator) for _ in range(-(-rows // dim))]
-    norms = torch.randn(rows, dim, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
+    norms = _normal(rows, dim, generator).norm(dim=-1, keepdim=True)
     return torch.cat(blocks)[:rows] * norms

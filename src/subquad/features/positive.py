@@ -18,7 +18,6 @@ from torch import Tensor
 from subquad import checks
 from subquad.features.draws import COUPLINGS, gaussian_rows
 
-RULES = ("none", "norm", "groups")
 ESTIMATORS = ("positive", "hyperbolic")
 
 
@@ -59,15 +58,18 @@ def draw_weight(
     """
     checks.choice("favor", "estimator", estimator, ESTIMATORS)
     checks.choice("favor", "coupling", coupling, COUPLINGS)
+    checks.count("favor", "head_dim", head_dim)
     checks.count("favor", "num_features", num_features)
-    generator = torch.Generator().manual_seed(checks.seed("favor", seed))
+    checks.optional_count("favor", "num_heads", num_heads)
+    generator = torch.Generator("cpu").manual_seed(checks.seed("favor", seed))
     mirrored = estimator == "hyperbolic"
     if mirrored and num_features % 2:
         raise checks.odd_hyperbolic(num_features)
     rows = num_features // 2 if mirrored else num_features
     heads = [gaussian_rows(rows, head_dim, coupling, generator) for _ in range(num_heads or 1)]
     weight = torch.stack(heads)
-    return (torch.cat([weight, -weight], dim=1) if mirrored else weight).float()
+    weight = torch.cat([weight, -weight], dim=1) if mirrored else weight
+    return weight.float().to(torch.get_default_device())
 
 
 def draw_feature_map(

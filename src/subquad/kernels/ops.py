@@ -25,16 +25,11 @@ def _refuse_double_backward(ctx: Any, *grads: Any) -> Any:
     raise checks.no_double_backward()
 
 
-def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-    raise checks.no_vmap()
-
-
 def _operator(name: str, implementation: Any, fake: Any, schema: str) -> Any:
     operator: Any = torch.library.custom_op(
         f"subquad::{name}", without_autocast(implementation), mutates_args=(), schema=schema
     )
     operator.register_fake(fake)
-    operator.register_vmap(_refuse_vmap)
     return operator
 
 
@@ -64,6 +59,7 @@ def favor_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output `[B, H, T, Dv]` and, when causal, the far field after the last token (max, sum)."""
     m = inputs.map
+    checks.no_transforms(*inputs[:3])
     tensors = (*inputs[:5], m.query, m.key, m.key_bias, m.offset_weight, m.offset_bias, *inputs[6:])
     borders = _needs_gradients(*tensors[:_FAVOR_DIFFERENTIABLE], inputs.far_sum)
     out, *_, far_max, far_sum = favor_forward(*tensors, m.rule, m.groups, near, causal, scale, gaussian, chunk, borders)
@@ -180,6 +176,7 @@ def linear_attention(
     inputs: LinearInputs, *, feature_map: str, causal: bool, root: float, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output `[B, H, T, Dv]` and, when causal, the state after the last token (max, sum)."""
+    checks.no_transforms(*inputs[:3])
     borders = _needs_gradients(*inputs[:5], inputs.far_sum)
     out, *_, far_max, far_sum = linear_forward(*inputs, feature_map, causal, root, chunk, borders)
     return out, far_max, far_sum

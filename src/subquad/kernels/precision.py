@@ -16,7 +16,7 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        device = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
+        device = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), "cpu")
         if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
             return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):

@@ -21,6 +21,7 @@ from subquad.mechanism import (
     Mechanism,
     RandomFeatures,
     State,
+    log_sum_of_products,
     masked_softmax,
     normalised,
     real_index,
@@ -67,12 +68,11 @@ def favor_attention(
         >>> favor_attention(*torch.randn(3, 1, 2, 5, 4), draw_feature_map(head_dim=4)).shape
         torch.Size([1, 2, 5, 4])
     """
-    options = make_options(near, sinks, kernel, scale, backend, chunk, head_dim=q.shape[-1])
     checks.qkv("favor", q, k, v)
+    options = make_options(near, sinks, kernel, scale, backend, chunk, head_dim=q.shape[-1])
     checks.feature_map("favor", feature_map, q, k)
     checks.key_mask("favor", key_mask, k)
-    if causal:
-        checks.causal_lengths("favor", q, k)
+    checks.causal_lengths("favor", causal, q, k)
     if options.near:
         checks.self_attention("favor", q, k, FavorAttention.cross_attention_advice)
     return _attend(options, q, k, v, feature_map, causal, key_mask)
@@ -185,6 +185,7 @@ class FavorAttention(RandomFeatures, Mechanism):
         self.num_heads = checks.optional_count(self.name, "num_heads", num_heads)
         if self.trigonometric and (near or sinks):
             raise checks.not_with_trigonometric(near, sinks)
+        self.seed = seed
         self.register_buffer("weight", self._draw(seed))
 
     @property
@@ -204,9 +205,9 @@ class FavorAttention(RandomFeatures, Mechanism):
         return positive_map(self.weight)
 
     @property
-    def chunk(self) -> int:
-        """Tokens done at once, 0 to choose; speed only."""
-        return self.options.chunk
+    def chunk(self) -> int | None:
+        """Tokens done at once, None to choose; speed only."""
+        return self.options.chunk or None
 
     @chunk.setter
     def chunk(self, value: int | None) -> None:
@@ -222,8 +223,15 @@ class FavorAttention(RandomFeatures, Mechanism):
         )
 
     def redraw(self, seed: int) -> None:
-        """Fresh random features, in place; the same seed gives the same ones on every machine and rank."""
+        """Fresh random features, in place; the same seed gives the same ones on every machine and rank.
+
+        States made before belong to the old features: start decoding again.
+        """
         self.weight.copy_(self._draw(seed))
+
+    def reset_parameters(self) -> None:
+        """The features of the constructor's seed, for modules materialised from the meta device."""
+        self.redraw(self.seed)
 
     def check_heads(self, q: Tensor, k: Tensor) -> None:
         checks.feature_map(self.name, self.feature_map, q, k)
@@ -234,6 +242,7 @@ class FavorAttention(RandomFeatures, Mechanism):
     ) -> Tensor:
         checks.forward(self, q, k, v, causal, key_mask)
         if self.trigonometric:
+            k, v = map_heads(self.feature_map, q, k, v)
             return self._trigonometric(q, k, v, key_mask, None, causal)[0]
         return _attend(self.options, q, k, v, self.feature_map, causal, key_mask)
 
@@ -246,11 +255,12 @@ class FavorAttention(RandomFeatures, Mechanism):
         k, v = map_heads(feature_map, q, k, v)
         shapes = favor_state.shapes(options, k, v, *self._state_sizes())
         if state is not None:
-            checks.state(self.name, state, FavorState, shapes)
+            checks.state(self.name, state, FavorState, shapes, k)
         past = favor_state.empty(k, v, shapes) if state is None else FavorState(*state)
         if self.trigonometric:
             out, far_max, far_sum = self._trigonometric(q, k, v, key_mask, past, True)
-            return out, past._replace(far_max=far_max, far_sum=far_sum)
+            new = q.shape[2] if key_mask is None else key_mask.sum(-1)
+            return out, past._replace(length=past.length + new, far_max=far_max, far_sum=far_sum)
         return favor_state.extend(options, q, k, v, feature_map, past, key_mask)
 
     def _state_sizes(self) -> tuple[int, int]:
@@ -319,5 +329,4 @@ def _log_estimate(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
     """log of (1/M) sum_r exp(w_r.x - |x|^2/2) exp(w_r.y - |y|^2/2), which estimates exp(x.y). `[B, H, T, S]`."""
     log_phi = x @ weight.mT - x.square().sum(-1, keepdim=True) / 2
     log_psi = y @ weight.mT - y.square().sum(-1, keepdim=True) / 2
-    rows = [(log_phi[:, :, t, None] + log_psi).logsumexp(-1) for t in range(x.shape[2])]  # T x S x M is too much
-    return torch.stack(rows, dim=2) - math.log(weight.shape[1])
+    return log_sum_of_products(log_phi, log_psi) - math.log(weight.shape[1])

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subquad import checks
 from subquad.features import FeatureMap
 from subquad.kernels import ops
 from subquad.kernels.favor import FavorInputs
@@ -91,6 +92,7 @@ def extend(
 ) -> tuple[Tensor, FavorState]:
     real = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
     if q.shape[2] == 1:
+        checks.no_transforms(q, k, v)
         return _Step(options, map, state, real[:, 0]).extend(q, k, v)
     index = state.length[:, None] + real.cumsum(-1) - 1  # position among the real tokens of the sequence
     slots = slots_of(index, real & (index < options.sinks), options.sinks)

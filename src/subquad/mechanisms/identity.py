@@ -53,7 +53,7 @@ class IdentityAttention(Mechanism):
     ) -> tuple[Tensor, IdentityState]:
         checks.extend(self, q, k, v, key_mask)
         if state is not None:
-            checks.state(self.name, state, IdentityState, ((q.shape[0],),))
+            checks.state(self.name, state, IdentityState, ((q.shape[0],),), k)
         past = q.new_zeros(q.shape[0], dtype=torch.int64) if state is None else state[0]
         new = q.shape[2] if key_mask is None else key_mask.sum(-1)
         return self(q, k, v, causal=True, key_mask=key_mask), IdentityState(past + new)

@@ -17,7 +17,15 @@ from subquad.kernels.logs import project
 from subquad.kernels.precision import without_autocast
 from subquad.kernels.problem import FLOOR
 from subquad.kernels.tiles import with_ones
-from subquad.mechanism import Mechanism, RandomFeatures, State, masked_softmax, normalised, repeat_heads
+from subquad.mechanism import (
+    Mechanism,
+    RandomFeatures,
+    State,
+    log_sum_of_products,
+    masked_softmax,
+    normalised,
+    repeat_heads,
+)
 
 FEATURE_MAPS = ("elu1", "relu", "softplus", "relu2", "exp")
 
@@ -66,8 +74,7 @@ def linear_attention(
     checks.qkv("linear", q, k, v)
     checks.key_mask("linear", key_mask, k)
     checks.backend("linear", backend)
-    if causal:
-        checks.causal_lengths("linear", q, k)
+    checks.causal_lengths("linear", causal, q, k)
     if projection is not None:
         checks.projection("linear", projection, k)
     elif scale is not None:
@@ -96,8 +103,10 @@ class _Phi:
         return x if self.projection is None else project(x, _for_heads(self.projection.to(x.dtype), x))
 
     def __call__(self, x: Tensor) -> Tensor:
-        phi = self.feature_map if callable(self.feature_map) else ELEMENTWISE[self.feature_map].phi
-        return phi(self.logs(x))
+        x = self.logs(x)
+        if callable(self.feature_map):
+            return checks.features_of("linear", self.feature_map(x), x)
+        return ELEMENTWISE[self.feature_map].phi(x)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, state: LinearState | None
@@ -113,7 +122,7 @@ class _Phi:
             dtype = torch.promote_types(q.dtype, torch.float32)
             if key_mask is not None:  # the function must not see what a masked key holds
                 k = k.masked_fill(~key_mask[:, None, :, None], 0)
-            inputs = LinearInputs(self(q.to(dtype)), self(k.to(dtype)), v.to(dtype), None, None, key_mask, *far)
+            inputs = LinearInputs(self(q).to(dtype), self(k).to(dtype), v.to(dtype), None, None, key_mask, *far)
             out, far_max, far_sum = ops.linear_attention(
                 inputs, feature_map="identity", causal=causal, root=1.0, chunk=self.chunk
             )
@@ -173,7 +182,7 @@ class LinearAttention(RandomFeatures, Mechanism):
         self.num_heads = checks.optional_count(self.name, "num_heads", num_heads)
         self.coupling = coupling or "orthogonal"
         checks.choice(self.name, "coupling", self.coupling, COUPLINGS)
-        self.chunk = checks.optional_count(self.name, "chunk", chunk) or 0
+        self.chunk = chunk
         checks.backend(self.name, backend)
         projected = num_features is not None
         for option, value in (("coupling", coupling), ("num_heads", num_heads), ("scale", scale), ("seed", seed)):
@@ -181,31 +190,49 @@ class LinearAttention(RandomFeatures, Mechanism):
                 raise checks.only_with_projection(option)
         self.root = checks.scale(self.name, scale, head_dim) ** 0.5 if projected else 1.0
         self.feature_map = feature_map
-        self.register_buffer("weight", self._draw(seed or 0) if projected else None)
+        self.seed = seed or 0
+        self.register_buffer("weight", self._draw(self.seed) if projected else None)
         _ = self._phi  # complain about the feature map now
 
     @property
+    def chunk(self) -> int | None:
+        """Tokens done at once, None to choose; speed only."""
+        return self._chunk
+
+    @chunk.setter
+    def chunk(self, value: int | None) -> None:
+        self._chunk = checks.optional_count(self.name, "chunk", value)
+
+    @property
     def _phi(self) -> _Phi:
-        return _Phi(self.feature_map, self.weight, self.root, self.chunk)
+        return _Phi(self.feature_map, self.weight, self.root, self.chunk or 0)
 
     def extra_repr(self) -> str:
-        projected = "" if self.num_features is None else f", num_features={self.num_features}, {self.coupling}"
-        return f"head_dim={self.head_dim}, feature_map={self.feature_map!r}{projected}"
+        shown = f"head_dim={self.head_dim}, feature_map={self.feature_map!r}"
+        if self.num_features is None:
+            return shown
+        projection = f"num_features={self.num_features}, coupling={self.coupling!r}, scale={self.root**2:.4g}"
+        return f"{shown}, {projection}, num_heads={self.num_heads}"
 
     def redraw(self, seed: int) -> None:
-        """A fresh random projection, in place."""
+        """A fresh random projection, in place. States made before belong to the old one."""
         if self.weight is None:
             raise checks.nothing_to_redraw()
         self.weight.copy_(self._draw(seed))
 
+    def reset_parameters(self) -> None:
+        """The projection of the constructor's seed, for modules materialised from the meta device."""
+        if self.weight is not None:
+            self.redraw(self.seed)
+
     def _draw(self, seed: int) -> Tensor:
         assert self.num_features is not None
-        generator = torch.Generator().manual_seed(checks.seed(self.name, seed))
+        generator = torch.Generator("cpu").manual_seed(checks.seed(self.name, seed))
         draws = (
             gaussian_rows(self.num_features, self.head_dim, self.coupling, generator)
             for _ in range(self.num_heads or 1)
         )
-        return torch.stack(list(draws)).float()
+        return torch.stack(list(draws)).float().to(torch.get_default_device())
 
     @without_autocast
     def forward(
@@ -229,7 +256,7 @@ class LinearAttention(RandomFeatures, Mechanism):
         phi = self._phi
         if phi.in_log_space:
             log_phi, log_psi = phi.logs(q), phi.logs(k)
-            return masked_softmax((log_phi[:, :, :, None] + log_psi[:, :, None]).logsumexp(-1), seen)
+            return masked_softmax(log_sum_of_products(log_phi, log_psi), seen)
         return normalised(phi(q) @ phi(k).mT * seen)
 
     def check_heads(self, q: Tensor, k: Tensor) -> None:
@@ -242,7 +269,8 @@ class LinearAttention(RandomFeatures, Mechanism):
         features = None if callable(self.feature_map) else self.num_features or self.head_dim
         maxima = features if self._phi.in_log_space else 1
         heads = k.shape[:2]
-        checks.state(self.name, state, LinearState, ((*heads, maxima), (*heads, features, v.shape[-1] + 1)))
+        shapes = ((*heads, maxima), (*heads, features, v.shape[-1] + 1))
+        checks.state(self.name, state, LinearState, shapes, k)
         return LinearState(*state)
 
     def _step(
@@ -250,7 +278,10 @@ class LinearAttention(RandomFeatures, Mechanism):
     ) -> tuple[Tensor, LinearState]:
         """One new token, in a handful of small operations."""
         dtype = torch.promote_types(q.dtype, torch.float32)
-        x, y, values = q.to(dtype), k.to(dtype), with_ones(v.to(dtype))
+        checks.no_transforms(q, k, v)
+        own_dtype = callable(self.feature_map)  # a function gets what it would get in the definition
+        x, y = (q, k) if own_dtype else (q.to(dtype), k.to(dtype))
+        values = with_ones(v.to(dtype))
         if key_mask is not None:
             y, values = (t.masked_fill(~key_mask[:, None, :, None], 0) for t in (y, values))
         phi = self._phi
@@ -259,7 +290,7 @@ class LinearAttention(RandomFeatures, Mechanism):
             if key_mask is not None:
                 key = key.masked_fill(~key_mask[:, None, :, None], FLOOR)
         else:
-            query, key = phi(x), phi(y)
+            query, key = phi(x).to(dtype), phi(y).to(dtype)
         heads, features = k.shape[:2], key.shape[-1]
         if state is None:
             far_max = key.new_full((*heads, features), FLOOR) if phi.in_log_space else key.new_zeros(*heads, 1)

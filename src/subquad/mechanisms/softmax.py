@@ -43,8 +43,7 @@ def softmax_attention(
     """
     checks.qkv("softmax", q, k, v)
     checks.key_mask("softmax", key_mask, k)
-    if causal:
-        checks.causal_lengths("softmax", q, k)
+    checks.causal_lengths("softmax", causal, q, k)
     scale = checks.scale("softmax", scale, q.shape[-1])
     if key_mask is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=_grouped(q, k))
@@ -99,7 +98,9 @@ class SoftmaxAttention(Mechanism):
         mask = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
         state = SoftmaxState(*self._with_past(k, v, mask, state))
         new, total = q.shape[2], state.k.shape[2]
-        if new == 1 and bool(state.mask.all()):  # one new token sees everything: no mask to build
+        if (
+            new == 1 and not torch.compiler.is_compiling() and bool(state.mask.all())
+        ):  # sees everything: no mask to build
             return softmax_attention(q, state.k, state.v, scale=self.scale), state
         seen = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new) & state.mask[:, None, None]
         return _masked(q, state.k, state.v, seen, state.mask, self.scale), state
@@ -109,6 +110,6 @@ class SoftmaxAttention(Mechanism):
             return k, v, mask
         batch, heads = k.shape[:2]
         shapes = ((batch, heads, None, k.shape[3]), (batch, heads, None, v.shape[3]), (batch, None))
-        checks.state(self.name, state, SoftmaxState, shapes)
+        checks.state(self.name, state, SoftmaxState, shapes, k)
         past_k, past_v, past_mask = state
         return torch.cat([past_k, k], 2), torch.cat([past_v, v], 2), torch.cat([past_mask, mask], 1)

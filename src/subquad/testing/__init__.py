@@ -1,4 +1,4 @@
-"""The contract suite, for your own mechanism as well as ours (needs pytest).
+"""The contract suite, for your own mechanism as well as ours.
 
     from subquad.testing import check_mechanism
     check_mechanism(MyAttention(head_dim=8))
@@ -10,13 +10,17 @@ or, one test per claim and mechanism:
         check(mechanism)
 """
 
-from collections.abc import Callable, Mapping
+from __future__ import annotations
 
-import pytest
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from subquad.mechanism import Mechanism
 from subquad.testing.contract import CAUSAL_CHECKS, FORWARD_CHECKS, SLOW_CHECKS, STATE_CHECKS, Check
 from subquad.testing.inputs import assert_close, make_inputs, relative_error
+
+if TYPE_CHECKING:
+    import pytest
 
 __all__ = [
     "Check",
@@ -45,12 +49,14 @@ def check_mechanism(mechanism: Mechanism, *, slow: bool = False) -> None:
     try:
         for check in checks_for(mechanism, slow=slow):
             check(mechanism)
-    except AssertionError as error:
+    except Exception as error:
         raise AssertionError(f"{mechanism.name}, {getattr(check, '__name__', check)}: {error}") from error
 
 
 def parametrize_contract(makers: Mapping[str, Callable[[], Mechanism]]) -> pytest.MarkDecorator:
     """`pytest.mark.parametrize` over (mechanism, check), with readable ids; slow checks carry the mark `full`."""
+    import pytest
+
     cases = []
     for name, make in makers.items():
         mechanism = make()

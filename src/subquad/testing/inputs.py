@@ -41,7 +41,7 @@ def make_inputs(
 ) -> Inputs:
     """Independent normal q, k, v in float64, with fewer key heads than query heads and another value dim."""
     generator = torch.Generator().manual_seed(seed)
-    key_heads = getattr(mechanism, "num_heads", None) or 2
+    key_heads = getattr(mechanism, "key_heads", None) or getattr(mechanism, "num_heads", None) or 2
     size = size if mechanism.convex else 0.3 * size  # signed features are meant for small inputs
     keys = keys or length
 

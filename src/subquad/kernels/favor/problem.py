@@ -148,7 +148,7 @@ def references(far_logs: Tensor, exact_logits: Tensor | None, scalar: Tensor) ->
 
 
 def normalise(numerator: Tensor, reference: References) -> tuple[Tensor, Tensor]:
-    """Output and log-normalisers `[..., 2]` (far, exact) from `[..., V]` sums; zeros and -inf where nothing was seen."""
+    """Output, and log-normalisers `[..., 2]` (far, exact), of `[..., V]` sums; zeros and -inf where nothing is seen."""
     weight = numerator[..., -1]
     seen = weight > 0
     out = numerator[..., :-1] / torch.where(seen, weight, 1)[..., None]
