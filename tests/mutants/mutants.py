@@ -177,7 +177,7 @@ MUTANTS = (
     Mutant(
         "no certificate in the backward",
         SWEEP,
-        "return bool((tile.logs.amax(-1) - lognorm > -math.log(CERTIFICATE)).any())",
+        "return bool((tile.logs.amax(-1) - lognorm[..., 0] > -math.log(CERTIFICATE)).any())",
         "return False",
         contract("favor-paper and extreme_logits"),
     ),
@@ -198,8 +198,8 @@ MUTANTS = (
     Mutant(
         "reverse sweep replaces instead of adding",
         SWEEP,
-        "return out * share + other * other_share, both",
-        "return out, lognorm",
+        "return out * share + other * other_share, ",
+        "return out, ",
         contract("favor-near and forward_equals_reference"),
     ),
     # blocks, causality
@@ -326,11 +326,39 @@ MUTANTS = (
         contract("favor-near and masked_extend"),
     ),
     Mutant(
-        "decoding forgets the row scalar",
+        "decoding forgets the gradient of the row scalar",
         STATE,
-        "logits = logits.masked_fill(~self._exact_mask()[:, None, None], -torch.inf) - scalar[..., None]",
-        "logits = logits.masked_fill(~self._exact_mask()[:, None, None], -torch.inf)",
+        "unit = (scalar - scalar.detach())[..., None]",
+        "unit = 0 * scalar[..., None]",
         contract("favor-near and extend_equals"),
+    ),
+    Mutant(
+        "exact logits rounded by the features' scalar",
+        FAVOR_PROBLEM,
+        "return References(torch.maximum(far, exact - scalar), torch.maximum(exact, far + scalar))",
+        "top = torch.maximum(far, exact - scalar)\n    return References(top, top + scalar)",
+        contract("favor and lopsided"),
+    ),
+    Mutant(
+        "sweep back forgets the exact part's normaliser",
+        SWEEP,
+        "torch.cat([both, other_lognorm[..., 1:] + grown], -1)",
+        "torch.cat([both, other_lognorm[..., 1:]], -1)",
+        contract("favor-near and gradients_equal"),
+    ),
+    Mutant(
+        "states between borders not advanced",
+        SWEEP,
+        "states.append(self._fold(start, self.block, self._tile_blocks(start), states[-1]).final)",
+        "states.append(states[-1])",
+        engine("many_tiles and favor"),
+    ),
+    Mutant(
+        "forward mode is not refused",
+        "checks.py",
+        "forward_ad.unpack_dual(t).tangent is not None for t in tensors",
+        "False for t in tensors",
+        "tests/test_errors.py -k 'transforms and dual'",
     ),
     Mutant(
         "state's gradient lost between pieces",
