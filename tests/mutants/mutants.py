@@ -334,9 +334,9 @@ MUTANTS = (
     ),
     Mutant(
         "exact logits rounded by the features' scalar",
-        FAVOR_PROBLEM,
-        "return References(torch.maximum(far, exact - scalar), torch.maximum(exact, far + scalar))",
-        "top = torch.maximum(far, exact - scalar)\n    return References(top, top + scalar)",
+        SWEEP,
+        ".sub_(lognorm[..., 1:]).exp_()",
+        ".sub_(lognorm[..., :1] + tile.scalar[..., None]).exp_()",
         contract("favor and lopsided"),
     ),
     Mutant(
