@@ -57,7 +57,7 @@ def case(name: str, mode: str, tensors: list[Tensor], causal: bool):
     direction = torch.ones_like(tensors[2])
 
     def forward_backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(mechanism(*leaves, causal=causal), leaves, direction)
+        return torch.autograd.grad(mechanism(*leaves, causal=causal), leaves, direction, allow_unused=True)
 
     return forward_backward
 
@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--skip-memory", action="store_true", help="time only, which is quicker")
     parser.add_argument("--output", type=Path, help="write the records to this JSON file")
     parser.add_argument("--peak", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--mode", default="forward", help=argparse.SUPPRESS)
@@ -111,7 +112,7 @@ def run(options: argparse.Namespace) -> None:
         tensors = inputs(options.heads, length, options.head_dim)
         calls = {name: case(name, mode, [t.clone() for t in tensors], causal) for name in CASES}
         for name, timing in time_side_by_side(calls, options.repeats).items():
-            peak = measure(name, options, length, mode, causal)
+            peak = None if options.skip_memory else measure(name, options, length, mode, causal)
             record = {"mechanism": name, "mode": mode, "causal": causal, "length": length}
             records.append(record | {"best": timing.best, "median": timing.median, "peak_bytes": peak})
     machine = {"threads": torch.get_num_threads(), "gemm_gflops": gemm_rate(), "processor": platform.machine()}

@@ -97,13 +97,13 @@ class _Phi:
         """exp(x) overflows long before its ratios do, so it never leaves the logarithm."""
         return self.feature_map == "exp"
 
-    def logs(self, x: Tensor) -> Tensor:
+    def argument(self, x: Tensor) -> Tensor:
         """What phi is applied to."""
         x = x * self.root
         return x if self.projection is None else project(x, _for_heads(self.projection.to(x.dtype), x))
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = self.logs(x)
+        x = self.argument(x)
         if callable(self.feature_map):
             return checks.features_of("linear", self.feature_map(x), x)
         return ELEMENTWISE[self.feature_map].phi(x)
@@ -255,7 +255,7 @@ class LinearAttention(RandomFeatures, Mechanism):
     def dense_weights(self, q: Tensor, k: Tensor, seen: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
         phi = self._phi
         if phi.in_log_space:
-            log_phi, log_psi = phi.logs(q), phi.logs(k)
+            log_phi, log_psi = phi.argument(q), phi.argument(k)
             return masked_softmax(log_sum_of_products(log_phi, log_psi), seen)
         return normalised(phi(q) @ phi(k).mT * seen)
 
@@ -286,7 +286,7 @@ class LinearAttention(RandomFeatures, Mechanism):
             y, values = (t.masked_fill(~key_mask[:, None, :, None], 0) for t in (y, values))
         phi = self._phi
         if phi.in_log_space:
-            query, key = phi.logs(x), phi.logs(y)
+            query, key = phi.argument(x), phi.argument(y)
             if key_mask is not None:
                 key = key.masked_fill(~key_mask[:, None, :, None], FLOOR)
         else:
