@@ -99,7 +99,7 @@ def structured_inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 def cost() -> Table:
     names = ("softmax", "favor", "linear")
-    table = Table(
+    table = numbers(
         "tokens", *(f"{name}\nms" for name in names), "favor is\nfaster by", *(f"{n}\npeak MB" for n in names)
     )
     for length in track(LENGTHS, description="measuring", console=console, transient=True):

@@ -398,8 +398,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("mechanism", [favor, paper, linear], ids=["favor", "favor-paper", "linear"])
 def test_transforms_are_refused(mechanism: subquad.Mechanism, transform: Callable) -> None:
     """Forward mode above all: torch gives zeros for an operator that does not know it."""
-    one = lambda q: mechanism.extend(*[q[:, :, :1]] * 3)[0]  # noqa: E731
-    for function in (lambda q: mechanism(q, q, q), one):
+    for function in (lambda q: mechanism(q, q, q), lambda q: mechanism.extend(*[q[:, :, :1]] * 3)[0]):
         assert str(raised(lambda function=function: transform(function))) == (
             "subquad: torch.func transforms (vmap, grad, jvp) and forward-mode derivatives are not supported by the "
             "fast engine; fold a mapped dimension into the batch, use torch.autograd.grad, or mechanism.reference(...)"

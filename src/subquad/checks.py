@@ -134,7 +134,7 @@ def state(op: str, state: Any, kind: type, shapes: Sequence[tuple[int | None, ..
     """A state made by the same mechanism for the same batch, heads, dims and dtype; None in a shape fits any size."""
     if not isinstance(state, kind):
         raise ShapeError(f"{op}: state must be a {kind.__name__} returned by extend, got {type(state).__name__}")
-    for name, tensor, shape in zip(kind._fields, state, shapes, strict=True):  # type: ignore[attr-defined]
+    for name, tensor, shape in zip(kind._fields, state, shapes, strict=True):
         if tensor.dim() != len(shape) or any(
             want not in (None, got) for want, got in zip(shape, tensor.shape, strict=True)
         ):

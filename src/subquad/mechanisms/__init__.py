@@ -24,4 +24,4 @@ def attention(name: str, *, head_dim: int, **options: Any) -> Mechanism:
     checks.mechanism_name(name, tuple(by_name))
     known = [option for option in inspect.signature(by_name[name]).parameters if option != "head_dim"]
     checks.option_names(name, options, known)
-    return by_name[name](head_dim=head_dim, **options)  # type: ignore[call-arg]
+    return by_name[name](head_dim=head_dim, **options)
