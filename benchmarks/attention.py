@@ -80,18 +80,26 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
+def positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384], help="sequence lengths")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--lengths", type=positive, nargs="+", default=[1024, 4096, 16384], help="sequence lengths")
+    parser.add_argument("--heads", type=positive, default=8)
+    parser.add_argument("--head-dim", type=positive, default=64)
+    parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--skip-memory", action="store_true", help="time only, which is quicker")
     parser.add_argument("--output", type=Path, help="write the records to this JSON file")
     parser.add_argument("--peak", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--mode", default="forward", help=argparse.SUPPRESS)
     parser.add_argument("--causal", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.output and not options.output.parent.is_dir():  # now, not after minutes of measuring
+        parser.error(f"--output: there is no folder {options.output.parent}")
     if options.peak:
         tensors = inputs(options.heads, options.lengths[0], options.head_dim)
         small = [t[:, :, :512].clone() for t in tensors]

@@ -20,3 +20,14 @@ def test_benchmark_in_miniature(tmp_path: Path) -> None:
     assert {record["mechanism"] for record in records} == names
     assert len(records) == len(names) * 2 * 2 * 2  # modes, directions, lengths
     assert "softmax" in shown
+
+
+def test_benchmark_refuses_before_it_measures() -> None:
+    for wrong, message in (
+        (["--output", "no/such/folder/records.json"], "--output: there is no folder no/such/folder"),
+        (["--lengths", "0"], "argument --lengths: must be a whole number of at least 1, got '0'"),
+    ):
+        command = [sys.executable, str(ROOT / "benchmarks" / "attention.py"), *wrong]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1] == f"attention.py: error: {message}"

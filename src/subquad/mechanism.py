@@ -27,6 +27,7 @@ class Mechanism(nn.Module, ABC):
     supports_causal: ClassVar[bool] = True
     supports_state: ClassVar[bool] = True
     state_grows: ClassVar[bool] = False
+    float32_floor: ClassVar[float] = 2**-23  # error that float32 outputs may have where the definition has less
     of_inner_products: ClassVar[bool] = True  # weights are, or estimate, functions of q.k
     cross_attention_advice: ClassVar[str] = ""  # ends the error of a positional mechanism that gets T != S
 

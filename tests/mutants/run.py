@@ -49,6 +49,8 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="only mutants whose name contains one of these")
     words = parser.parse_args().words
     chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
+    if not chosen:
+        parser.error(f"no mutant has {' or '.join(map(repr, words))} in its name")
     console, survivors = Console(), []
     with Progress(console=console) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
         clean = sorted({mutant.tests for mutant in chosen})

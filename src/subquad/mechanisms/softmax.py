@@ -73,6 +73,7 @@ class SoftmaxAttention(Mechanism):
 
     name = "softmax"
     state_grows = True
+    float32_floor = 1e-5  # torch's CPU kernel takes exponentials to about 20 units in the last place
 
     def __init__(self, head_dim: int, *, scale: float | None = None) -> None:
         super().__init__()
