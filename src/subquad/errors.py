@@ -23,3 +23,15 @@ class ConfigError(SubquadError, ValueError):
 
 class BackendError(SubquadError, RuntimeError):
     """Something the engine, the device or the transform at hand cannot do."""
+
+
+class DataError(SubquadError, ValueError):
+    """A file that is missing, damaged, or holds something else than what was asked for."""
+
+
+class CheckpointError(SubquadError, RuntimeError):
+    """A run or a checkpoint that cannot be written, read or continued."""
+
+
+class TrainingError(SubquadError, RuntimeError):
+    """Training that cannot go on, such as a loss that is no number."""

@@ -1,5 +1,7 @@
 """Every check of user input, and the only place that words its errors: what was asked, what came, what to do.
 
+This file: tensors and options of mechanisms. Beside it: layers, models, data, runs.
+
 Functions above the last heading raise if the thing they are named after is wrong; those below it build an error.
 """
 
@@ -18,7 +20,7 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BACKENDS = ("auto", "torch")
 
 
-def _shape(tensor: Tensor) -> str:
+def shape_of(tensor: Tensor) -> str:
     return "[" + ", ".join(map(str, tensor.shape)) + "]"
 
 
@@ -30,15 +32,15 @@ def qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     qk(op, q, k)
     _tensors(op, q=q, k=k, v=v)
     if v.shape[:3] != k.shape[:3]:
-        raise ShapeError(f"{op}: v must have the batch, heads and length of k, got k {_shape(k)} and v {_shape(v)}")
+        raise ShapeError(f"{op}: v must have the batch, heads and length of k, got k {shape_of(k)} and v {shape_of(v)}")
 
 
 def qk(op: str, q: Tensor, k: Tensor) -> None:
     _tensors(op, q=q, k=k)
     if q.shape[0] != k.shape[0]:
-        raise ShapeError(f"{op}: q and k must share the batch size, got q {_shape(q)} and k {_shape(k)}")
+        raise ShapeError(f"{op}: q and k must share the batch size, got q {shape_of(q)} and k {shape_of(k)}")
     if q.shape[3] != k.shape[3]:
-        raise ShapeError(f"{op}: q and k must share the head dim (last), got q {_shape(q)} and k {_shape(k)}")
+        raise ShapeError(f"{op}: q and k must share the head dim (last), got q {shape_of(q)} and k {shape_of(k)}")
     if q.shape[1] % k.shape[1]:
         raise ShapeError(
             f"{op}: the heads of q must be a multiple of those of k and v, got {q.shape[1]} and {k.shape[1]}; "
@@ -51,9 +53,9 @@ def _tensors(op: str, **tensors: Tensor) -> None:
         if not isinstance(tensor, Tensor):
             raise DtypeError(f"{op}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.dim() != 4:
-            raise ShapeError(f"{op}: {name} must be [batch, heads, length, dim], got {_shape(tensor)}")
+            raise ShapeError(f"{op}: {name} must be [batch, heads, length, dim], got {shape_of(tensor)}")
         if 0 in tensor.shape:
-            raise ShapeError(f"{op}: {name} must have no empty dimension, got {_shape(tensor)}")
+            raise ShapeError(f"{op}: {name} must have no empty dimension, got {shape_of(tensor)}")
         if tensor.dtype not in FLOAT_DTYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
             raise DtypeError(f"{op}: {name} must be one of {names}, got {str(tensor.dtype).removeprefix('torch.')}")
@@ -74,7 +76,7 @@ def _list(names: Iterable[str]) -> str:
 
 def head_dim(op: str, expected: int, q: Tensor) -> None:
     if q.shape[-1] != expected:
-        raise ShapeError(f"{op}: made for head_dim={expected}, got q {_shape(q)}")
+        raise ShapeError(f"{op}: made for head_dim={expected}, got q {shape_of(q)}")
 
 
 def causal_lengths(op: str, causal: bool, q: Tensor, k: Tensor) -> None:
@@ -115,7 +117,7 @@ def key_mask(op: str, mask: Tensor | None, k: Tensor) -> None:
             "use mask.bool() if 1 means real"
         )
     if mask.shape != (k.shape[0], k.shape[2]):
-        raise MaskError(f"{op}: key_mask must be [batch, keys] = [{k.shape[0]}, {k.shape[2]}], got {_shape(mask)}")
+        raise MaskError(f"{op}: key_mask must be [batch, keys] = [{k.shape[0]}, {k.shape[2]}], got {shape_of(mask)}")
     if mask.device != k.device:
         raise BackendError(f"{op}: key_mask must be on the device of k, got {mask.device} and {k.device}")
 
@@ -124,7 +126,7 @@ def rows(op: str, rows: Tensor | None, q: Tensor) -> None:
     if rows is None:
         return
     if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
-        got = f"{str(rows.dtype).removeprefix('torch.')} {_shape(rows)}" if isinstance(rows, Tensor) else f"{rows!r}"
+        got = f"{str(rows.dtype).removeprefix('torch.')} {shape_of(rows)}" if isinstance(rows, Tensor) else f"{rows!r}"
         raise ShapeError(f"{op}: rows must be a 1-D int64 tensor of query positions, got {got}")
     if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < q.shape[2]):
         raise ShapeError(f"{op}: rows must lie in 0..{q.shape[2] - 1}, got {int(rows.min())}..{int(rows.max())}")
@@ -140,7 +142,7 @@ def state(op: str, state: Any, kind: type, shapes: Sequence[tuple[int | None, ..
         ):
             wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
             raise ShapeError(
-                f"{op}: state.{name} must be {wanted} for these inputs, got {_shape(tensor)}; "
+                f"{op}: state.{name} must be {wanted} for these inputs, got {shape_of(tensor)}; "
                 "it comes from another batch or mechanism"
             )
         dtypes = (k.dtype, torch.promote_types(k.dtype, torch.float32))
@@ -157,7 +159,7 @@ def feature_map(op: str, map: Any, q: Tensor, k: Tensor) -> None:
     choice(op, "the rule of the feature map", map.rule, ("none", "norm", "groups"))
     heads, features = map.query.shape[0], map.query.shape[-2]
     if map.query.shape[-1] != q.shape[-1]:
-        raise ShapeError(f"{op}: the feature map is for head_dim={map.query.shape[-1]}, got q {_shape(q)}")
+        raise ShapeError(f"{op}: the feature map is for head_dim={map.query.shape[-1]}, got q {shape_of(q)}")
     if heads not in (1, k.shape[1], q.shape[1]):
         raise ShapeError(
             f"{op}: the feature map has {heads} heads, but k has {k.shape[1]} and q {q.shape[1]}; "
@@ -169,7 +171,7 @@ def feature_map(op: str, map: Any, q: Tensor, k: Tensor) -> None:
     for name, shape in wanted.items():
         tensor = getattr(map, name)
         if tensor is None or tensor.shape != shape:
-            got = "None" if tensor is None else _shape(tensor)
+            got = "None" if tensor is None else shape_of(tensor)
             raise ShapeError(f"{op}: {name} of the feature map must be {list(shape)} like its query weights, got {got}")
     if map.groups != 1 and (map.rule != "groups" or features % map.groups):
         raise ConfigError(
@@ -183,9 +185,9 @@ def feature_map(op: str, map: Any, q: Tensor, k: Tensor) -> None:
 def features_of(op: str, phi: Any, x: Tensor) -> Tensor:
     """What a user's feature map made of x: one vector per token."""
     if not isinstance(phi, Tensor) or phi.shape[:-1] != x.shape[:-1]:
-        got = _shape(phi) if isinstance(phi, Tensor) else type(phi).__name__
+        got = shape_of(phi) if isinstance(phi, Tensor) else type(phi).__name__
         raise ShapeError(
-            f"{op}: feature_map must map {_shape(x)} to [{', '.join(map(str, x.shape[:-1]))}, M], got {got}"
+            f"{op}: feature_map must map {shape_of(x)} to [{', '.join(map(str, x.shape[:-1]))}, M], got {got}"
         )
     return phi
 
@@ -193,7 +195,7 @@ def features_of(op: str, phi: Any, x: Tensor) -> Tensor:
 def projection(op: str, weight: Tensor, k: Tensor) -> None:
     if weight.dim() != 3 or weight.shape[-1] != k.shape[-1]:
         raise ShapeError(
-            f"{op}: the projection must be [1 or {k.shape[1]}, features, {k.shape[-1]}], got {_shape(weight)}"
+            f"{op}: the projection must be [1 or {k.shape[1]}, features, {k.shape[-1]}], got {shape_of(weight)}"
         )
     if weight.shape[0] not in (1, k.shape[1]):
         raise ShapeError(
@@ -265,25 +267,31 @@ def scale(op: str, value: Any, head_dim: int) -> float:
 
 def choice(op: str, name: str, value: Any, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ConfigError(f"{op}: {name} must be one of {', '.join(choices)}, got {value!r}{_guess(value, choices)}")
+        raise ConfigError(f"{op}: {name} must be one of {', '.join(choices)}, got {value!r}{guess(value, choices)}")
 
 
 def backend(op: str, value: Any) -> None:
     choice(op, "backend", value, BACKENDS)
 
 
+def probability(op: str, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ConfigError(f"{op}: {name} must be at least 0 and below 1, got {value!r}")
+    return float(value)
+
+
 def mechanism_name(name: Any, known: Sequence[str]) -> None:
     if name not in known:
-        raise ConfigError(f"unknown attention {name!r}{_guess(name, known)}; known: {', '.join(known)}")
+        raise ConfigError(f"unknown attention {name!r}{guess(name, known)}; known: {', '.join(known)}")
 
 
 def option_names(name: str, given: Iterable[str], known: Sequence[str]) -> None:
     for option in given:
         if option not in known:
-            raise ConfigError(f"{name}: unknown option {option!r}{_guess(option, known)}; options: {', '.join(known)}")
+            raise ConfigError(f"{name}: unknown option {option!r}{guess(option, known)}; options: {', '.join(known)}")
 
 
-def _guess(value: Any, known: Sequence[str]) -> str:
+def guess(value: Any, known: Sequence[str]) -> str:
     longer = [name for name in known if name.startswith(str(value))]
     near = longer or difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
     return f" (did you mean {near[0]!r}?)" if near else ""
@@ -317,7 +325,7 @@ def nothing_to_redraw() -> ConfigError:
 def not_a_feature_map(value: Any, known: Sequence[str]) -> ConfigError:
     return ConfigError(
         f"linear: feature_map must be one of {', '.join(known)} or a function of a tensor, "
-        f"got {value!r}{_guess(value, known)}"
+        f"got {value!r}{guess(value, known)}"
     )
 
 

@@ -1,0 +1,108 @@
+"""Checks of runs: their folders, options, checkpoints and models."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from subquad.errors import CheckpointError, ConfigError, TrainingError
+
+
+def positive(op: str, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ConfigError(f"{op}: {name} must be a positive number, got {value!r}")
+
+
+def writable_folder(folder: Path) -> None:
+    """Exists afterwards, and a file can be made in it."""
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writing-probe"
+        probe.touch()
+        probe.unlink()
+
+
+@contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """A disk that is full, read-only or gone is one clear error."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error.strerror or error}); nothing was lost") from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error}); nothing was lost") from error
+    except RuntimeError as error:
+        if not _about_writing(error):
+            raise
+        raise CheckpointError(f"{path}: cannot be written ({error}); nothing was lost") from error
+
+
+def _about_writing(error: RuntimeError) -> bool:
+    """torch.save reports a full disk as a RuntimeError of its zip writer."""
+    return any(word in str(error) for word in ("PytorchStreamWriter", "file write", "unexpected pos", "iostream"))
+
+
+@contextmanager
+def readable_record(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: is missing; the folder is no run or was changed by hand") from error
+    except (OSError, json.JSONDecodeError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error}); it was changed by hand or by another version"
+        ) from error
+
+
+def free_folder(folder: Path, resume: bool) -> None:
+    """Empty, or holding no more than an interrupted beginning of a run."""
+    found = sorted(path.name for path in folder.iterdir())
+    if not found:
+        return
+    if resume:
+        raise CheckpointError(f"{folder}: is not a run (no run.json, but {found[0]}); choose another folder")
+    raise CheckpointError(f"{folder}: is not empty; continue the run in it with --resume, or choose another folder")
+
+
+def same_run(folder: Path, differences: Sequence[str]) -> None:
+    if differences:
+        raise CheckpointError(
+            f"{folder}: was begun with other settings ({'; '.join(differences)}); "
+            "resume with those of the run, or begin another"
+        )
+
+
+def something_to_redraw(every: int, drawn: int) -> None:
+    if every and not drawn:
+        raise ConfigError(f"train: redraw_every={every}, but no layer has random features; leave it out")
+
+
+@contextmanager
+def needs(package: str, option: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{option}: needs the package {package}; pip install {package}") from error
+
+
+# Errors to raise ------------------------------------------------------------------------------------------------------
+
+
+def damaged(folder: Path, name: str, *, missing: bool) -> CheckpointError:
+    what = "is missing" if missing else "is not what was written"
+    return CheckpointError(f"{folder}: {name} {what}; remove this checkpoint to continue from the one before")
+
+
+def no_model(path: Path) -> CheckpointError:
+    what = "holds no model (no config.json), nor is it a run with a checkpoint" if path.exists() else "does not exist"
+    return CheckpointError(f"{path}: {what}; give a run folder or a model folder")
+
+
+def loss_is_no_number(loss: float, step: int, last: Path | None) -> TrainingError:
+    kept = f"{last.name} is kept" if last is not None else "there was no checkpoint yet"
+    return TrainingError(
+        f"train: the loss is {loss} at step {step}; {kept}; try a smaller learning rate or more warm-up"
+    )

@@ -1,0 +1,160 @@
+"""What a training step sees. Every sample is a pure function of (seed, index): no global generator, no hidden order.
+
+Index runs over all epochs: sample i belongs to epoch `i // per_epoch`, and each epoch has an order of its own. A run
+resumed at sample i therefore goes on exactly as one that was never interrupted, however far a loader reads ahead.
+"""
+
+from abc import ABC, abstractmethod
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from subquad.checks import data as checks
+from subquad.data.corpus import Corpus
+from subquad.data.vocabulary import Vocabulary
+
+OBJECTIVES = ("causal", "masked")
+MASKED_SHARE, MASK_SHARE, RANDOM_SHARE = 0.15, 0.8, 0.1  # of all; of those: hidden, replaced, the rest left as they are
+IGNORED = -100
+
+
+class Samples(Dataset, ABC):
+    """Sample i is a dict of `input_ids` and `labels`, 1-D int64 tensors."""
+
+    per_epoch: int
+
+    def __init__(self, corpus: Corpus, length: int, *, objective: str, seed: int, total: int | None = None) -> None:
+        checks.objective(objective, corpus.vocabulary.mask)
+        self.corpus, self.length, self.objective, self.seed = corpus, length, objective, seed
+        self._total = total
+        self._order = lru_cache(maxsize=2)(self._shuffle)
+
+    def __len__(self) -> int:
+        return self.per_epoch if self._total is None else self._total
+
+    @abstractmethod
+    def tokens(self, index: int) -> np.ndarray:
+        """Token ids of sample `index`."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.from_numpy(self.tokens(index).astype(np.int64))
+        if self.objective == "causal":
+            return {"input_ids": tokens, "labels": tokens}
+        return mask_tokens(tokens, self.corpus.vocabulary, np.random.default_rng([self.seed, 1, index]))
+
+    def _shuffle(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, 0, epoch]).permutation(len(self.corpus))
+
+
+class Windows(Samples):
+    """Fixed windows over all sequences, one after another with a separator behind each, as in the Performer paper.
+
+    A window may hold parts of several sequences, and attention sees across the separators.
+    """
+
+    def __init__(self, corpus: Corpus, length: int, *, objective: str, seed: int, total: int | None = None) -> None:
+        super().__init__(corpus, length, objective=objective, seed=seed, total=total)
+        tokens = corpus.num_tokens + len(corpus)
+        checks.window_fits(length, tokens)
+        self.per_epoch = tokens // length
+        self._ends = lru_cache(maxsize=2)(self._ends_of)
+
+    def _ends_of(self, epoch: int) -> np.ndarray:
+        """Where each sequence's separator ends, in the order of the epoch."""
+        return np.cumsum(self.corpus.lengths[self._order(epoch)] + 1)
+
+    def tokens(self, index: int) -> np.ndarray:
+        epoch, window = divmod(index, self.per_epoch)
+        order, ends = self._order(epoch), self._ends(epoch)
+        start = window * self.length
+        out = np.full(self.length, self.corpus.vocabulary.sep, self.corpus.vocabulary.dtype)
+        filled, place = 0, int(np.searchsorted(ends, start, side="right"))
+        while filled < self.length:
+            sequence = self.corpus[order[place]]
+            begin = start + filled - (int(ends[place]) - len(sequence) - 1)
+            piece = sequence[begin : begin + self.length - filled]
+            out[filled : filled + len(piece)] = piece
+            filled += len(piece) + 1  # the separator is there already
+            place += 1
+        return out
+
+
+class Crops(Samples):
+    """One sequence per sample, or a random stretch of it if it is longer than `length`; shorter ones are padded."""
+
+    def __init__(self, corpus: Corpus, length: int, *, objective: str, seed: int, total: int | None = None) -> None:
+        super().__init__(corpus, length, objective=objective, seed=seed, total=total)
+        checks.crop_length(length)
+        self.per_epoch = len(corpus)
+
+    def tokens(self, index: int) -> np.ndarray:
+        epoch, place = divmod(index, self.per_epoch)
+        sequence, sep = self.corpus[self._order(epoch)[place]], self.corpus.vocabulary.sep
+        whole = np.concatenate([[sep], sequence, [sep]]).astype(self.corpus.vocabulary.dtype)
+        spare = len(whole) - self.length
+        start = int(np.random.default_rng([self.seed, 2, index]).integers(spare + 1)) if spare > 0 else 0
+        return whole[start : start + self.length]
+
+
+class Images(Samples):
+    """One image per sample, whole, behind a separator."""
+
+    def __init__(self, corpus: Corpus, *, objective: str, seed: int, total: int | None = None) -> None:
+        super().__init__(corpus, int(corpus.lengths.max()) + 1, objective=objective, seed=seed, total=total)
+        self.per_epoch = len(corpus)
+
+    def tokens(self, index: int) -> np.ndarray:
+        epoch, place = divmod(index, self.per_epoch)
+        return np.concatenate([[self.corpus.vocabulary.sep], self.corpus[self._order(epoch)[place]]])
+
+
+def mask_tokens(tokens: Tensor, vocabulary: Vocabulary, random: np.random.Generator) -> dict[str, Tensor]:
+    """BERT's objective: 15 % of the content is to be predicted; 80 % of that is hidden, 10 % replaced, 10 % left."""
+    special = (tokens == vocabulary.pad) | (tokens == vocabulary.sep) | (tokens == vocabulary.mask)
+    content = torch.nonzero(~special)[:, 0].numpy()
+    chosen = content[random.random(len(content)) < MASKED_SHARE]
+    if not len(chosen) and len(content):
+        chosen = content[[random.integers(len(content))]]
+    labels, inputs = torch.full_like(tokens, IGNORED), tokens.clone()
+    labels[chosen] = tokens[chosen]
+    kind = random.random(len(chosen))
+    inputs[chosen[kind < MASK_SHARE]] = vocabulary.mask
+    replaced = chosen[(kind >= MASK_SHARE) & (kind < MASK_SHARE + RANDOM_SHARE)]
+    ordinary = vocabulary.ordinary
+    inputs[replaced] = torch.from_numpy(random.integers(ordinary.start, ordinary.stop, len(replaced)))
+    return {"input_ids": inputs, "labels": labels}
+
+
+class Collator:
+    """Samples of any lengths in one batch, padded on the right; a mask only where something was padded."""
+
+    def __init__(self, pad: int) -> None:
+        self.pad = pad
+
+    def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
+        pad_to = torch.nn.utils.rnn.pad_sequence
+        batch = {
+            "input_ids": pad_to([s["input_ids"] for s in samples], True, self.pad),
+            "labels": pad_to([s["labels"] for s in samples], True, IGNORED),
+        }
+        if bool((lengths != lengths[0]).any()):
+            batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+        return batch
+
+
+def unigram_loss(train: Corpus, samples: Samples, count: int) -> float:
+    """Nats per token of the first `count` samples if tokens were drawn from their frequencies in `train` (plus one)."""
+    vocabulary = train.vocabulary
+    counts = np.ones(vocabulary.size)
+    for sequence in train:
+        counts += np.bincount(sequence, minlength=vocabulary.size)
+    if not isinstance(samples, Images):
+        counts[vocabulary.sep] += len(train)
+    log_probability = np.log(counts / counts.sum())
+    first = 1 if samples.objective == "causal" else 0
+    labels = np.concatenate([samples[i]["labels"][first:].numpy() for i in range(count)])
+    return float(-log_probability[labels[labels != IGNORED]].mean())

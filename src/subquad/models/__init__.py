@@ -1,0 +1,39 @@
+"""Hugging Face models for all mechanisms; importing this registers them with the Auto classes."""
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from subquad.models.cache import SubquadCache
+from subquad.models.configuration import SubquadConfig
+from subquad.models.modeling import (
+    SubquadForCausalLM,
+    SubquadForMaskedLM,
+    SubquadForSequenceClassification,
+    SubquadForTokenClassification,
+    SubquadModel,
+    SubquadPreTrainedModel,
+)
+
+__all__ = [
+    "SubquadCache",
+    "SubquadConfig",
+    "SubquadForCausalLM",
+    "SubquadForMaskedLM",
+    "SubquadForSequenceClassification",
+    "SubquadForTokenClassification",
+    "SubquadModel",
+    "SubquadPreTrainedModel",
+]
+
+AutoConfig.register(SubquadConfig.model_type, SubquadConfig)
+AutoModel.register(SubquadConfig, SubquadModel)
+AutoModelForCausalLM.register(SubquadConfig, SubquadForCausalLM)
+AutoModelForMaskedLM.register(SubquadConfig, SubquadForMaskedLM)
+AutoModelForSequenceClassification.register(SubquadConfig, SubquadForSequenceClassification)
+AutoModelForTokenClassification.register(SubquadConfig, SubquadForTokenClassification)

@@ -1,0 +1,100 @@
+"""The configuration of a model whose layers use any mechanism."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from subquad import checks
+from subquad.checks import layers, models
+from subquad.mechanisms import MECHANISMS
+from subquad.nn.block import ACTIVATIONS
+
+POSITIONS = ("rotary", "sinusoidal", "learned", "none")
+MLPS = ("gated", "plain")
+
+
+class SubquadConfig(PreTrainedConfig):
+    """Layers, heads, positions, and a mechanism for all layers or one for each.
+
+    Args:
+        attention: name of a mechanism, or a list with one for each layer.
+        attention_options: options of the mechanism; for a list of mechanisms, a list of as many.
+        num_key_value_heads: fewer than `num_attention_heads` for grouped-query attention; None for as many.
+        positions: "rotary" (queries and keys are rotated before any feature map), "sinusoidal", "learned" (up to
+            `max_position_embeddings`, an error beyond) or "none".
+        mlp: "gated" or "plain".
+        causal: None lets the head decide: True for `SubquadForCausalLM`, False elsewhere.
+        domain, image_shape: "protein", "text" or "image", and its shape; how to read and show tokens.
+        reversible: two residual streams whose activations are rebuilt in backward instead of kept.
+
+    Example:
+        >>> SubquadConfig(num_hidden_layers=2, attention=["softmax", "favor"]).layer_attention(1)
+        ('favor', {})
+    """
+
+    model_type = "subquad"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    vocab_size: int = 32
+    hidden_size: int = 256
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    attention: str | list[str] = "favor"
+    attention_options: dict[str, Any] | list[dict[str, Any]] | None = None
+    positions: str = "rotary"
+    rope_theta: float = 10_000.0
+    max_position_embeddings: int = 8192
+    mlp: str = "gated"
+    hidden_act: str = "silu"
+    dropout: float = 0.0
+    norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    causal: bool | None = None
+    reversible: bool = False
+    domain: str | None = None
+    image_shape: list[int] | None = None
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        op = "SubquadConfig"
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+            checks.count(op, name, getattr(self, name))
+        for name in ("num_key_value_heads", "head_dim", "intermediate_size"):
+            checks.optional_count(op, name, getattr(self, name))
+        layers.heads(self.hidden_size, self.num_attention_heads, self.key_heads, self.head_dim)
+        checks.choice(op, "positions", self.positions, POSITIONS)
+        checks.choice(op, "mlp", self.mlp, MLPS)
+        checks.choice(op, "hidden_act", self.hidden_act, tuple(ACTIVATIONS))
+        checks.probability(op, "dropout", self.dropout)
+        models.even_head_dim(self.positions, self.head_size)
+        models.layer_lists(self.attention, self.attention_options, self.num_hidden_layers)
+        for name in {self.layer_attention(layer)[0] for layer in range(self.num_hidden_layers)}:
+            checks.mechanism_name(name, tuple(mechanism.name for mechanism in MECHANISMS))
+        super().__post_init__(**kwargs)
+
+    @property
+    def name(self) -> str:
+        """The mechanisms in use, for titles and tables."""
+        return self.attention if isinstance(self.attention, str) else "+".join(dict.fromkeys(self.attention))
+
+    @property
+    def key_heads(self) -> int:
+        return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
+
+    def layer_attention(self, layer: int) -> tuple[str, dict[str, Any]]:
+        """Name and options of a layer's mechanism."""
+        name = self.attention if isinstance(self.attention, str) else self.attention[layer]
+        options = self.attention_options or {}
+        options = dict(options[layer] if isinstance(options, list) else options)
+        return name, options

@@ -1,0 +1,350 @@
+"""One Transformer for all mechanisms, as Hugging Face models."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    MaskedLMOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+
+from subquad.checks import models as checks
+from subquad.mechanism import Mechanism, RandomFeatures
+from subquad.models.cache import SubquadCache
+from subquad.models.configuration import SubquadConfig
+from subquad.nn import Block, Context, layer_seed, reversible, rotation, sinusoidal
+
+
+class SubquadPreTrainedModel(PreTrainedModel):
+    config_class = SubquadConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True  # the Trainer then hands over `num_items_in_batch`
+    _no_split_modules = ("Block",)
+    _keep_in_fp32_modules_strict: ClassVar = {"mechanism"}  # random features in half precision are other features
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        loaded = getattr(getattr(module, "weight", None), "_is_hf_initialized", False)
+        if isinstance(module, RandomFeatures) and not loaded:
+            module.reset_parameters()
+
+    def mechanisms(self) -> list[Mechanism]:
+        """The mechanism of each layer."""
+        return [module for module in self.modules() if isinstance(module, Mechanism)]
+
+    def redraw(self, seed: int) -> int:
+        """Fresh random features in every layer that has some; how many do. The same seed gives the same features."""
+        drawn = [m for m in self.mechanisms() if isinstance(m, RandomFeatures) and m.weight is not None]
+        for layer, mechanism in enumerate(drawn):
+            mechanism.redraw(layer_seed(seed, layer))
+        return len(drawn)
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        if self.config.reversible:
+            raise checks.reversible_keeps_nothing()
+        super().gradient_checkpointing_enable(*args, **kwargs)
+
+
+class SubquadModel(SubquadPreTrainedModel):
+    """Embeddings, blocks and a final norm: hidden states of each token.
+
+    Example:
+        >>> model = SubquadModel(SubquadConfig(vocab_size=10, hidden_size=32, num_hidden_layers=2))
+        >>> model(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
+        torch.Size([1, 3, 32])
+    """
+
+    def __init__(self, config: SubquadConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        learned = config.positions == "learned"
+        self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.layers = nn.ModuleList(_block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embed_tokens = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: SubquadCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutputWithPast | tuple:
+        """input_ids `[B, T]`; attention_mask `[B, T]` or, with a cache, `[B, past + T]`: 1 = real, padding anywhere."""
+        checks.one_input(input_ids, inputs_embeds)
+        checks.no_attention_output(output_attentions)
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = self._cache(past_key_values, use_cache)
+        key_mask = checks.model_mask(attention_mask, x, 0 if cache is None else cache.get_seq_length())
+        positions = self._positions(x, key_mask, position_ids, cache)
+        x = self.dropout(self._place(x, positions))
+        rotary = self.config.positions == "rotary"
+        turn = rotation(positions, self.config.head_size, self.config.rope_theta) if rotary else None
+        x, hidden = self._run(x, Context(bool(self.config.causal), key_mask, turn), cache, bool(output_hidden_states))
+        out = BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache, hidden_states=hidden)
+        return out if return_dict is not False else out.to_tuple()
+
+    def _cache(self, given: SubquadCache | None, use_cache: bool | None) -> SubquadCache | None:
+        if given is None and not use_cache:
+            return None
+        checks.cache(given, SubquadCache, bool(self.config.causal), self.mechanisms())
+        return SubquadCache(self.config.num_hidden_layers) if given is None else given
+
+    def _positions(
+        self, x: Tensor, key_mask: Tensor | None, given: Tensor | None, cache: SubquadCache | None
+    ) -> Tensor:
+        """`[B or 1, T]`: positions among the real tokens, so that padding moves nobody."""
+        if cache is not None:
+            counted = cache.advance(x.shape[0], x.shape[1], key_mask, x.device)
+            return counted if given is None else given
+        if given is not None:
+            return given
+        if key_mask is None:
+            return torch.arange(x.shape[1], device=x.device)[None]
+        return (key_mask.cumsum(-1) - 1).clamp(min=0)
+
+    def _place(self, x: Tensor, positions: Tensor) -> Tensor:
+        if self.config.positions == "sinusoidal":
+            return x + sinusoidal(positions, self.config.hidden_size).to(x.dtype)
+        if self.embed_positions is not None:
+            checks.learned_positions(positions, self.config.max_position_embeddings)
+            return x + self.embed_positions(positions)
+        return x
+
+    def _run(
+        self, x: Tensor, context: Context, cache: SubquadCache | None, keep_hidden: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        if self.config.reversible:
+            return self._run_reversible(x, context, cache, keep_hidden)
+        hidden = [x]
+        for block, layer in zip(self.layers, [None] * len(self.layers) if cache is None else cache.layers, strict=True):
+            if layer is not None:
+                x, state = block.extend(x, context, layer.state)
+                layer.set(state, x.shape[1])
+            elif self.gradient_checkpointing and self.training:
+                x = self._gradient_checkpointing_func(block.__call__, x, context)
+            else:
+                x = block(x, context)
+            hidden.append(x)
+        x = self.norm(x)
+        return x, (*hidden[:-1], x) if keep_hidden else None
+
+    def _run_reversible(
+        self, x: Tensor, context: Context, cache: SubquadCache | None, keep_hidden: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """Both streams begin as the embedding and end as their mean."""
+        if keep_hidden:
+            raise checks.reversible_hides_states()
+        x1 = x2 = x
+        if cache is None:
+            x1, x2 = reversible(x1, x2, list(self.layers), context)
+        else:
+            for block, layer in zip(self.layers, cache.layers, strict=True):
+                out, state = block.attention.extend(block.attention_norm(x2), context, layer.state)
+                layer.set(state, x.shape[1])
+                x1 = x1 + block.dropout(out)
+                x2 = x2 + block.transform(x1)
+        return self.norm((x1 + x2) / 2), None
+
+
+def _block(config: SubquadConfig, layer: int) -> Block:
+    name, options = config.layer_attention(layer)
+    return Block(
+        config.hidden_size,
+        config.num_attention_heads,
+        config.intermediate_size,
+        gated=config.mlp == "gated",
+        activation=config.hidden_act,
+        dropout=config.dropout,
+        eps=config.norm_eps,
+        attention=name,
+        options=options,
+        num_key_value_heads=config.key_heads,
+        head_dim=config.head_dim,
+        layer=layer,
+    )
+
+
+class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
+    """Predicts the next token; `generate()` carries the mechanisms' states.
+
+    Example:
+        >>> model = SubquadForCausalLM(SubquadConfig(vocab_size=10, hidden_size=32, num_hidden_layers=2))
+        >>> model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False).shape
+        torch.Size([1, 7])
+    """
+
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: SubquadConfig) -> None:
+        super().__init__(checks.head_direction(config, "SubquadForCausalLM", causal=True))
+        self.model = SubquadModel(config)
+        checks.can_be_causal(self.mechanisms())
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: SubquadCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> CausalLMOutputWithPast | tuple:
+        """labels `[B, T]`: input_ids again, -100 where nothing is to be predicted; shifting is done here."""
+        out = self.model(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_hidden_states,
+            output_attentions,
+        )  # fmt: skip
+        logits = self.lm_head(out.last_hidden_state[:, -logits_to_keep:])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch)
+        result = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+        )
+        return result if return_dict is not False else result.to_tuple()
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """transformers' hook that would make a cache of keys and values."""
+        if generation_config.cache_implementation is not None:
+            raise checks.cache_is_ours(generation_config.cache_implementation)
+        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = SubquadCache(self.config.num_hidden_layers)
+
+
+class SubquadForMaskedLM(SubquadPreTrainedModel):
+    """Predicts masked tokens from both sides."""
+
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: SubquadConfig) -> None:
+        super().__init__(checks.head_direction(config, "SubquadForMaskedLM", causal=False))
+        self.model = SubquadModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> MaskedLMOutput | tuple:
+        """labels `[B, T]`: the true token where it is to be predicted, -100 elsewhere."""
+        out = self.model(
+            input_ids, attention_mask, position_ids, None, inputs_embeds, None, output_hidden_states, output_attentions
+        )
+        logits = self.lm_head(out.last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch)
+        result = MaskedLMOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
+        return result if return_dict is not False else result.to_tuple()
+
+
+class SubquadForSequenceClassification(SubquadPreTrainedModel):
+    """One label for a sequence: from the mean of its real tokens or, if the model is causal, from the last one."""
+
+    def __init__(self, config: SubquadConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = SubquadModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> SequenceClassifierOutput | tuple:
+        """labels `[B]`; logits are `[B, num_labels]`."""
+        out = self.model(
+            input_ids, attention_mask, position_ids, None, inputs_embeds, None, output_hidden_states, output_attentions
+        )
+        pooled = pool(out.last_hidden_state, attention_mask, last=bool(self.config.causal))
+        logits = self.score(pooled)
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        result = SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
+        return result if return_dict is not False else result.to_tuple()
+
+
+class SubquadForTokenClassification(SubquadPreTrainedModel):
+    """One label for each token (secondary structure, binding sites, entities)."""
+
+    def __init__(self, config: SubquadConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = SubquadModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> TokenClassifierOutput | tuple:
+        """labels `[B, T]`, -100 where there is none; logits are `[B, T, num_labels]`."""
+        out = self.model(
+            input_ids, attention_mask, position_ids, None, inputs_embeds, None, output_hidden_states, output_attentions
+        )
+        logits = self.score(out.last_hidden_state)
+        loss = None if labels is None else self.loss_function(logits, labels, self.config)
+        result = TokenClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
+        return result if return_dict is not False else result.to_tuple()
+
+
+def pool(hidden: Tensor, attention_mask: Tensor | None, *, last: bool) -> Tensor:
+    """`[B, T, E] -> [B, E]`: the last real token, or the mean of the real ones (zeros if there is none)."""
+    if attention_mask is None:
+        return hidden[:, -1] if last else hidden.mean(1)
+    real = attention_mask.bool()
+    if last:
+        index = torch.where(real, torch.arange(real.shape[1], device=real.device), 0).amax(-1)
+        return hidden[torch.arange(len(hidden), device=hidden.device), index]
+    return hidden.masked_fill(~real[..., None], 0).sum(1) / real.sum(-1, keepdim=True).clamp(min=1)

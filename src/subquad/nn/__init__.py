@@ -1,0 +1,23 @@
+"""Layers around a mechanism: drop-in replacements for torch's, and the blocks of `subquad.models`."""
+
+from subquad.nn.block import MLP, Block
+from subquad.nn.encoder_layer import TransformerEncoderLayer
+from subquad.nn.multihead import MultiheadAttention
+from subquad.nn.positions import Rotation, rotation, sinusoidal
+from subquad.nn.reversible import reversible
+from subquad.nn.self_attention import Context, SelfAttention, layer_mechanism, layer_seed
+
+__all__ = [
+    "MLP",
+    "Block",
+    "Context",
+    "MultiheadAttention",
+    "Rotation",
+    "SelfAttention",
+    "TransformerEncoderLayer",
+    "layer_mechanism",
+    "layer_seed",
+    "reversible",
+    "rotation",
+    "sinusoidal",
+]

@@ -1,0 +1,91 @@
+"""Self-attention: projections and rotation around a mechanism."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from subquad.checks import layers as checks
+from subquad.mechanism import Mechanism, RandomFeatures, State
+from subquad.mechanisms import attention as make_mechanism
+from subquad.nn.positions import Rotation
+
+
+class Context(NamedTuple):
+    """What all layers of one call share. key_mask `[B, T]`, True = real."""
+
+    causal: bool
+    key_mask: Tensor | None = None
+    rotation: Rotation | None = None
+
+
+def layer_mechanism(name: str, *, head_dim: int, key_heads: int, layer: int = 0, **options: Any) -> Mechanism:
+    """The mechanism `name` for one layer: random features differ between layers and between heads."""
+    mechanism = make_mechanism(name, head_dim=head_dim, **options)
+    if not isinstance(mechanism, RandomFeatures) or mechanism.weight is None:
+        return mechanism
+    own = {"num_heads": key_heads, **options, "seed": layer_seed(options.get("seed") or 0, layer)}
+    return make_mechanism(name, head_dim=head_dim, **own)
+
+
+def layer_seed(seed: int, layer: int) -> int:
+    """The seed of a layer's random features; no two layers share one."""
+    return 1000 * seed + layer
+
+
+class SelfAttention(nn.Module):
+    """x `[B, T, hidden_size]` -> the same shape, through heads of any mechanism.
+
+    Args:
+        attention: name of the mechanism; `options` are its own.
+        num_key_value_heads: fewer key heads than query heads (GQA); None for as many.
+        layer: index of the layer, so that layers draw different random features.
+
+    Example:
+        >>> import torch
+        >>> layer = SelfAttention(32, 4, attention="linear")
+        >>> layer(torch.randn(2, 10, 32), Context(causal=True)).shape
+        torch.Size([2, 10, 32])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        attention: str = "favor",
+        options: dict[str, Any] | None = None,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        layer: int = 0,
+    ) -> None:
+        super().__init__()
+        key_heads = num_heads if num_key_value_heads is None else num_key_value_heads
+        checks.heads(hidden_size, num_heads, key_heads, head_dim)
+        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden_size, key_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, key_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
+        self.mechanism = layer_mechanism(
+            attention, head_dim=self.head_dim, key_heads=key_heads, layer=layer, **(options or {})
+        )
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        out = self.mechanism(*self._heads(x, context), causal=context.causal, key_mask=context.key_mask)
+        return self._merge(out)
+
+    def extend(self, x: Tensor, context: Context, state: State | None) -> tuple[Tensor, State]:
+        """The next tokens of a sequence whose past is in `state`."""
+        out, state = self.mechanism.extend(*self._heads(x, context), state, key_mask=context.key_mask)
+        return self._merge(out), state
+
+    def _heads(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return (q, k, v) if context.rotation is None else (context.rotation(q), context.rotation(k), v)
+
+    def _merge(self, out: Tensor) -> Tensor:
+        return self.o_proj(out.transpose(1, 2).flatten(-2))

@@ -1,0 +1,167 @@
+"""What happens beside the optimisation: fresh features, records, progress, an orderly stop."""
+
+import os
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from subquad.training.metrics import MetricsFile
+
+
+class Redraw(TrainerCallback):
+    """Fresh random features every so many steps: a function of the seed and the step, hence equal on all ranks."""
+
+    def __init__(self, every: int, seed: int) -> None:
+        self.every, self.seed = every, seed
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.every and state.global_step and state.global_step % self.every == 0:
+            model = kwargs["model"]
+            getattr(model, "module", model).redraw(feature_seed(self.seed, state.global_step))
+
+
+def feature_seed(seed: int, step: int) -> int:
+    """Seed of the random features in use from `step` on."""
+    return seed * 1_000_003 + step
+
+
+class StopOnSignal(TrainerCallback):
+    """SIGINT or SIGTERM: finish the step, save, stop. A second one stops at once."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopOnSignal":
+        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.received = number
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.received = _agree(self.received)
+        if self.received is not None:
+            control.should_save = control.should_training_stop = True
+
+
+def _agree(number: int | None) -> int | None:
+    """The signal that any rank has received: ranks must save the same step."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return number
+    seen = torch.tensor([number or 0])
+    dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+    return int(seen) or None
+
+
+class Speed:
+    """Tokens per second since this process began to train."""
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self.tokens_per_step, self.begun, self.first = tokens_per_step, time.perf_counter(), 0
+
+    def start(self, step: int) -> None:
+        self.begun, self.first = time.perf_counter(), step
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.begun
+
+    def rate(self, step: int) -> float:
+        return (step - self.first) * self.tokens_per_step / max(self.seconds(), 1e-9)
+
+
+class Recorder(TrainerCallback):
+    """Appends to the metrics, on the first rank; a step's training and validation figures are separate records."""
+
+    def __init__(self, file: MetricsFile, samples_per_step: int, per_epoch: int, speed: Speed) -> None:
+        self.file, self.samples_per_step, self.per_epoch, self.speed = file, samples_per_step, per_epoch, speed
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.speed.start(state.global_step)
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs = kwargs["logs"]
+        if not state.is_world_process_zero or "train_runtime" in logs:
+            return
+        step = state.global_step
+        record = {
+            "step": step,
+            "epoch": round(step * self.samples_per_step / self.per_epoch, 4),
+            "tokens": step * self.speed.tokens_per_step,
+            "seconds": round(self.speed.seconds(), 3),
+            **{name: value for name, value in logs.items() if name != "epoch"},
+        }
+        if "loss" in logs:
+            record["tokens_per_second"] = round(self.speed.rate(step), 1)
+        self.file.append(record)
+
+
+class RichProgress(TrainerCallback):
+    """A bar in a terminal, a line per record elsewhere."""
+
+    def __init__(self, console: Console, speed: Speed, unit: str) -> None:
+        self.console, self.speed, self.unit = console, speed, unit
+        self.bar: Progress | None = None
+        self.shown = {"train": "", "eval": ""}
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.console.is_terminal and state.is_world_process_zero:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self.bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=self.console)
+            self.task = self.bar.add_task("training", total=state.max_steps, completed=state.global_step)
+            self.bar.start()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=state.global_step)
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs = kwargs["logs"]
+        if not state.is_world_process_zero or "train_runtime" in logs:
+            return
+        if "loss" in logs:
+            rate = f"{self.speed.rate(state.global_step):,.0f} tokens/s"
+            self.shown["train"] = f"loss {logs['loss']:.4f}  {rate}"
+        if "eval_loss" in logs:
+            self.shown["eval"] = f"held out: {describe(logs, 'eval_', self.unit)}"
+        if self.bar is not None:
+            self.bar.update(self.task, description="  ".join(text for text in self.shown.values() if text))
+        else:
+            self.console.print(
+                f"step {state.global_step}/{state.max_steps}  {self.shown['eval' if 'eval_loss' in logs else 'train']}"
+            )
+
+    def stop(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.stop()
+
+
+def describe(metrics: dict[str, float], prefix: str, unit: str) -> str:
+    """Loss and accuracy, with perplexity for residues and tokens, bits for bytes and pixels."""
+    bits = unit in ("byte", "dim")
+    quality = (
+        f"{metrics[prefix + 'bits']:.4f} bits per {unit}"
+        if bits
+        else f"perplexity {metrics[prefix + 'perplexity']:.3f}"
+    )
+    return f"loss {metrics[prefix + 'loss']:.4f}, {quality}, accuracy {100 * metrics[prefix + 'accuracy']:.2f} %"

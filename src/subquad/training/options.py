@@ -1,0 +1,139 @@
+"""Everything that defines a run, apart from its data. Stored with it, and compared when it is resumed."""
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from subquad import checks
+from subquad.checks import runs
+from subquad.data import OBJECTIVES
+from subquad.models import SubquadConfig
+from subquad.training.files import write_atomically
+
+LAYOUTS = ("windows", "crops")
+PRECISIONS = ("float32", "bfloat16", "float16")
+OPTIMIZERS = ("muon", "adamw")
+SCHEDULES = ("cosine", "linear", "constant")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Defaults train a small protein model on a laptop.
+
+    Args:
+        window: tokens per sample; for images, always one image.
+        layout: "windows" joins sequences into full windows (as the Performer paper does), "crops" gives each sequence
+            a row of its own, padded, or a random stretch of it.
+        batch_size, accumulate: samples per process and forward pass; forward passes per step.
+        redraw_every: steps between fresh random features; 0 never.
+        keep: checkpoints to keep.
+        threads: of torch; results are equal bit for bit only with as many.
+    """
+
+    attention: str | list[str] = "favor"
+    attention_options: dict[str, Any] | list[dict[str, Any]] = field(default_factory=dict)
+    objective: str = "causal"
+    window: int = 4096
+    layout: str = "windows"
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    key_value_heads: int | None = None
+    intermediate: int | None = None
+    positions: str = "rotary"
+    mlp: str = "gated"
+    dropout: float = 0.0
+    reversible: bool = False
+    gradient_checkpointing: bool = False
+    initializer_range: float = 0.05
+    optimizer: str = "muon"
+    steps: int = 500
+    batch_size: int = 1
+    accumulate: int = 1
+    learning_rate: float = 5e-3
+    warmup: int = 20
+    schedule: str = "cosine"
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    precision: str = "float32"
+    validation: float = 0.05
+    eval_every: int = 100
+    eval_samples: int = 16
+    save_every: int = 100
+    keep: int = 2
+    log_every: int = 10
+    redraw_every: int = 0
+    seed: int = 0
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        op = "train"
+        for name in (
+            "steps",
+            "batch_size",
+            "accumulate",
+            "eval_every",
+            "eval_samples",
+            "save_every",
+            "keep",
+            "log_every",
+        ):
+            checks.count(op, name, getattr(self, name))
+        for name in ("warmup", "redraw_every", "seed"):
+            checks.count(op, name, getattr(self, name), minimum=0)
+        checks.optional_count(op, "threads", self.threads)
+        for name in ("learning_rate", "clip"):
+            runs.positive(op, name, getattr(self, name))
+        checks.choice(op, "objective", self.objective, OBJECTIVES)
+        checks.choice(op, "layout", self.layout, LAYOUTS)
+        checks.choice(op, "precision", self.precision, PRECISIONS)
+        checks.choice(op, "optimizer", self.optimizer, OPTIMIZERS)
+        checks.choice(op, "schedule", self.schedule, SCHEDULES)
+
+    def config(self, **tokens: Any) -> SubquadConfig:
+        """The model's configuration; `tokens` are its vocabulary size, special tokens and domain."""
+        return SubquadConfig(
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_value_heads,
+            intermediate_size=self.intermediate,
+            attention=self.attention,
+            attention_options=self.attention_options,
+            positions=self.positions,
+            max_position_embeddings=self.window,
+            mlp=self.mlp,
+            dropout=self.dropout,
+            reversible=self.reversible,
+            initializer_range=self.initializer_range,
+            **tokens,
+        )
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """`run.json`: what a run is, so that nothing else can be continued by mistake."""
+
+    options: TrainOptions
+    domain: str
+    fingerprint: str
+    versions: dict[str, str]
+
+    def save(self, path: Path) -> None:
+        write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "RunRecord":
+        with runs.readable_record(path):
+            stored = json.loads(path.read_text())
+            return cls(**{**stored, "options": TrainOptions(**stored["options"])})
+
+    def differences(self, other: "RunRecord") -> list[str]:
+        """`name: ours -> theirs` for everything that must be equal to continue a run."""
+        pairs = [
+            (option.name, getattr(self.options, option.name), getattr(other.options, option.name))
+            for option in fields(TrainOptions)
+        ]
+        pairs += [("data", self.fingerprint, other.fingerprint), ("domain", self.domain, other.domain)]
+        return [f"{name}: {ours!r} -> {theirs!r}" for name, ours, theirs in pairs if ours != theirs]

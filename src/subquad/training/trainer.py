@@ -1,0 +1,84 @@
+"""The Hugging Face Trainer, with atomic checkpoints, a fixed data order and exact evaluation."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
+from transformers import Trainer
+
+from subquad.checks import runs
+from subquad.data import Samples
+from subquad.training import checkpoints
+from subquad.training.files import publish, staging_for
+from subquad.training.metrics import summary, token_statistics
+
+
+class SubquadTrainer(Trainer):
+    """Samples come in the order of their index (see `subquad.data.samples`); the rest is the Trainer's."""
+
+    eval_dataset: Samples
+
+    def __init__(self, *args: Any, keep: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.keep = keep
+        self._staging: Path | None = None
+
+    # Order ------------------------------------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        return SequentialSampler(train_dataset or self.train_dataset)
+
+    # Loss -------------------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if not bool(torch.isfinite(loss)):
+            last = checkpoints.checkpoints(Path(self.args.output_dir))
+            raise runs.loss_is_no_number(float(loss), self.state.global_step + 1, last[-1] if last else None)
+        return loss
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Loss and accuracy per target over all held-out samples, each counted once on however many ranks."""
+        totals = torch.zeros(3, dtype=torch.float64)
+        causal = self.eval_dataset.objective == "causal"
+        self.model.eval()
+        for batch in self.get_eval_dataloader(eval_dataset):
+            batch = self._prepare_inputs(batch)
+            labels = batch.pop("labels")
+            with torch.no_grad(), self.compute_loss_context_manager():
+                logits = self.model(**batch).logits
+            statistics = self.accelerator.gather_for_metrics(token_statistics(logits, labels, causal=causal))
+            totals += statistics.double().sum(0).cpu()
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        self.model.train()
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in summary(totals).items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """The Trainer writes into a folder aside, on all ranks; then it gets its name in one step."""
+        folder, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
+        with staging_for(folder / name) as self._staging:
+            super()._save_checkpoint(model, trial)
+            self._wait()
+            if self.args.should_save:
+                publish(self._staging / name, folder / name)
+        self._staging = None
+        if self.args.should_save:
+            checkpoints.rotate(folder, self.keep)
+        self._wait()
+
+    def _wait(self) -> None:
+        if dist.is_initialized():
+            dist.barrier()
