@@ -43,10 +43,11 @@ def peak_memory(call: Callable[[], object]) -> int | None:
         _give_back_free_memory()
         CLEAR.write_text("5")  # resets the peak
         before = _status("VmRSS")
-        result = call()
-        peak = _status("VmHWM")
     except OSError:
+        call()
         return None
+    result = call()
+    peak = _status("VmHWM")
     del result
     return max(0, peak - before)
 

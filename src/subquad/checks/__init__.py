@@ -7,7 +7,8 @@ Functions above the last heading raise if the thing they are named after is wron
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -295,6 +296,14 @@ def guess(value: Any, known: Sequence[str]) -> str:
     longer = [name for name in known if name.startswith(str(value))]
     near = longer or difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+@contextmanager
+def needs(package: str, option: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{option}: needs the package {package}; pip install {package}") from error
 
 
 # Errors to raise ------------------------------------------------------------------------------------------------------

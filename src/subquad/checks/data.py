@@ -108,6 +108,20 @@ def hub(source: str) -> Iterator[None]:
         raise DataError(f"{source}: cannot be loaded ({reason})") from error
 
 
+def one_hub_name(sources: Sequence[str]) -> None:
+    if len(sources) > 1:
+        raise ConfigError(f"train text: give one hub dataset alone, got {' '.join(sources)}")
+
+
+@contextmanager
+def tokenizer(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # neither a folder, nor a name that a reachable hub knows
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(f"--tokenizer {name}: cannot be loaded ({reason})") from error
+
+
 def text_column(source: str, row: dict[str, Any], column: str) -> str:
     texts = [name for name, value in row.items() if isinstance(value, str)]
     if column and column not in texts:

@@ -80,14 +80,6 @@ def something_to_redraw(every: int, drawn: int) -> None:
         raise ConfigError(f"train: redraw_every={every}, but no layer has random features; leave it out")
 
 
-@contextmanager
-def needs(package: str, option: str) -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise ConfigError(f"{option}: needs the package {package}; pip install {package}") from error
-
-
 # Errors to raise ------------------------------------------------------------------------------------------------------
 
 

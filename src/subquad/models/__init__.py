@@ -19,6 +19,7 @@ from subquad.models.modeling import (
     SubquadModel,
     SubquadPreTrainedModel,
 )
+from subquad.models.scoring import embeddings, log_likelihoods, pseudo_log_likelihoods
 
 __all__ = [
     "SubquadCache",
@@ -29,6 +30,9 @@ __all__ = [
     "SubquadForTokenClassification",
     "SubquadModel",
     "SubquadPreTrainedModel",
+    "embeddings",
+    "log_likelihoods",
+    "pseudo_log_likelihoods",
 ]
 
 AutoConfig.register(SubquadConfig.model_type, SubquadConfig)

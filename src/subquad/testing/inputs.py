@@ -78,7 +78,7 @@ def relative_error(got: Tensor, want: Tensor, size: float = 0.0) -> float:
     return difference / size if size else difference
 
 
-def assert_close(got: Tensor, want: Tensor, tolerance: float, what: str, size: float = 0.0) -> None:
+def assert_close(got: Tensor, want: Tensor, tolerance: float, what: str = "result", size: float = 0.0) -> None:
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)} instead of {tuple(want.shape)}"
     error = relative_error(got, want, size)
     assert error <= tolerance, f"{what}: relative error {error:.1e} is above {tolerance:.0e}"

@@ -70,20 +70,26 @@ def _agree(number: int | None) -> int | None:
     return int(seen) or None
 
 
-class Speed:
-    """Tokens per second since this process began to train."""
+class Speed(TrainerCallback):
+    """Time spent in training steps of this process, without evaluation and checkpoints."""
 
     def __init__(self, tokens_per_step: int) -> None:
-        self.tokens_per_step, self.begun, self.first = tokens_per_step, time.perf_counter(), 0
+        self.tokens_per_step, self.seconds, self.steps, self._begun = tokens_per_step, 0.0, 0, 0.0
 
-    def start(self, step: int) -> None:
-        self.begun, self.first = time.perf_counter(), step
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._begun = time.perf_counter()
 
-    def seconds(self) -> float:
-        return time.perf_counter() - self.begun
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.seconds += time.perf_counter() - self._begun
+        self.steps += 1
 
-    def rate(self, step: int) -> float:
-        return (step - self.first) * self.tokens_per_step / max(self.seconds(), 1e-9)
+    @property
+    def seconds_per_step(self) -> float:
+        return self.seconds / max(self.steps, 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.steps * self.tokens_per_step / max(self.seconds, 1e-9)
 
 
 class Recorder(TrainerCallback):
@@ -91,9 +97,6 @@ class Recorder(TrainerCallback):
 
     def __init__(self, file: MetricsFile, samples_per_step: int, per_epoch: int, speed: Speed) -> None:
         self.file, self.samples_per_step, self.per_epoch, self.speed = file, samples_per_step, per_epoch, speed
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.speed.start(state.global_step)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         logs = kwargs["logs"]
@@ -104,11 +107,11 @@ class Recorder(TrainerCallback):
             "step": step,
             "epoch": round(step * self.samples_per_step / self.per_epoch, 4),
             "tokens": step * self.speed.tokens_per_step,
-            "seconds": round(self.speed.seconds(), 3),
+            "seconds": round(self.speed.seconds, 3),
             **{name: value for name, value in logs.items() if name != "epoch"},
         }
         if "loss" in logs:
-            record["tokens_per_second"] = round(self.speed.rate(step), 1)
+            record["tokens_per_second"] = round(self.speed.tokens_per_second, 1)
         self.file.append(record)
 
 
@@ -136,7 +139,7 @@ class RichProgress(TrainerCallback):
         if not state.is_world_process_zero or "train_runtime" in logs:
             return
         if "loss" in logs:
-            rate = f"{self.speed.rate(state.global_step):,.0f} tokens/s"
+            rate = f"{self.speed.tokens_per_second:,.0f} tokens/s"
             self.shown["train"] = f"loss {logs['loss']:.4f}  {rate}"
         if "eval_loss" in logs:
             self.shown["eval"] = f"held out: {describe(logs, 'eval_', self.unit)}"

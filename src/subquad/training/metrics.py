@@ -71,11 +71,16 @@ class MetricsFile:
 
 
 def plot_losses(curves: dict[str, list[dict[str, Any]]], path: Path, *, unigram: float | None, unit: str) -> None:
-    """Training loss (thin) and validation loss (marked) of one or more runs, over steps."""
+    """The losses of one or more runs, as a file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
+    draw_losses(figure.add_subplot(), curves, unigram=unigram, unit=unit)
+    figure.savefig(path, dpi=130)
+
+
+def draw_losses(axes: Any, curves: dict[str, list[dict[str, Any]]], *, unigram: float | None, unit: str) -> None:
+    """Training loss (thin) and validation loss (marked) of each run over steps, in matplotlib axes."""
     for number, (name, records) in enumerate(curves.items()):
         for key, style, label in (("loss", {"alpha": 0.45}, None), ("eval_loss", {"marker": "o"}, name)):
             points = [(record["step"], record[key]) for record in records if key in record]
@@ -83,6 +88,5 @@ def plot_losses(curves: dict[str, list[dict[str, Any]]], path: Path, *, unigram:
                 axes.plot(*zip(*points, strict=True), color=f"C{number}", label=label, **style)
     if unigram is not None:
         axes.axhline(unigram, color="grey", linestyle="--", label="unigram")
-    axes.set(xlabel="step", ylabel=f"nats per {unit}", title="thin: training, marked: held out")
+    axes.set(xlabel="step", ylabel=f"nats per {unit}", title="loss; thin: training, marked: held out")
     axes.legend()
-    figure.savefig(path, dpi=130)

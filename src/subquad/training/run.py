@@ -3,10 +3,11 @@
 run/  run.json  metrics.jsonl  metrics.csv  loss.png  checkpoints/checkpoint-100 ...  model/
 """
 
+import json
 import math
 import os
 import platform
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 from transformers.utils.logging import disable_progress_bar
 
+from subquad import checks
+from subquad.bench import peak_memory
 from subquad.checks import runs
 from subquad.data import (
     Collator,
@@ -33,7 +36,7 @@ from subquad.data.vocabulary import BYTES
 from subquad.models import SubquadForCausalLM, SubquadForMaskedLM
 from subquad.training import checkpoints
 from subquad.training.callbacks import Recorder, Redraw, RichProgress, Speed, StopOnSignal, feature_seed
-from subquad.training.files import publish, staging_for, sweep
+from subquad.training.files import publish, staging_for, sweep, write_atomically
 from subquad.training.metrics import MetricsFile, plot_losses
 from subquad.training.muon import MuonAdamW, split_parameters
 from subquad.training.options import RunRecord, TrainOptions
@@ -42,13 +45,20 @@ from subquad.training.trainer import SubquadTrainer
 
 @dataclass(frozen=True)
 class Result:
-    """What came out. `stopped_by`: the signal that ended the run early, None if it is complete."""
+    """What came out; `summary.json` of the run.
 
-    folder: Path
+    metrics: of the last evaluation. unigram_loss: nats per token of a model that knows frequencies only.
+    seconds_per_step, peak_memory (bytes above what the process held before): of the process that finished the run.
+    stopped_by: the signal that ended the run early, None if it is complete.
+    """
+
+    folder: str
     step: int
     metrics: dict[str, float]
     unigram_loss: float
     unit: str
+    seconds_per_step: float
+    peak_memory: int | None
     stopped_by: int | None
 
     @property
@@ -78,6 +88,7 @@ def train(
     arguments = _arguments(options, folder)  # joins the other processes, if any
     data = _Data.of(corpus, options, arguments)
     record = RunRecord(options, corpus.domain, corpus.fingerprint, _versions())
+    model = _model(corpus, options)
     if arguments.process_index == 0:
         _prepare(folder, record, resume)
     if dist.is_initialized():
@@ -92,12 +103,12 @@ def train(
     stop, progress = StopOnSignal(), RichProgress(console, speed, unit)
     callbacks = [
         Redraw(options.redraw_every, options.seed),
+        speed,
         stop,
         Recorder(metrics, data.samples_per_step, data.train.per_epoch, speed),
         progress,
         *([_tensorboard(folder)] if tensorboard else []),
     ]
-    model = _model(corpus, options)
     trainer = SubquadTrainer(
         model=model,
         args=arguments,
@@ -113,11 +124,17 @@ def train(
     _announce(console, model, data, checkpoint, arguments)
     try:
         with stop:
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            memory = peak_memory(lambda: trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint)))
     finally:
         progress.stop()
     final = _finish(trainer, metrics, folder, tokenizer, data.unigram_loss, unit, complete=stop.received is None)
-    return Result(folder, trainer.state.global_step, final, data.unigram_loss, unit, stop.received)
+    result = Result(
+        *(str(folder), trainer.state.global_step, final, data.unigram_loss, unit),
+        *(speed.seconds_per_step, memory, stop.received),
+    )
+    if arguments.process_index == 0:
+        write_atomically(folder / "summary.json", json.dumps(asdict(result), indent=2) + "\n")
+    return result
 
 
 @dataclass(frozen=True)
@@ -271,7 +288,7 @@ def _tokenizer(domain: str) -> PreTrainedTokenizerBase | None:
 
 
 def _tensorboard(folder: Path) -> Any:
-    with runs.needs("tensorboard", "--tensorboard"):
+    with checks.needs("tensorboard", "--tensorboard"):
         from torch.utils.tensorboard import SummaryWriter
     from transformers.integrations import TensorBoardCallback
 

@@ -1,0 +1,5 @@
+"""`python -m subquad`, the same as `subquad`."""
+
+from subquad.cli import run
+
+run()

@@ -1,0 +1,121 @@
+"""Checks of the command line."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from subquad.errors import CheckpointError, ConfigError, DataError
+
+
+@contextmanager
+def loadable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        if isinstance(error, (CheckpointError, ConfigError)):
+            raise
+        raise CheckpointError(f"{folder}: no model can be loaded from it ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def subquad_model(folder: Path, model_type: str, domain: str | None) -> None:
+    if model_type != "subquad":
+        raise CheckpointError(f"{folder}: is a {model_type!r} model; the command line runs models trained by subquad")
+    if domain not in ("protein", "text", "image"):
+        raise CheckpointError(f"{folder}: does not say whether it is for protein, text or image; set config.domain")
+
+
+def byte_model(vocab_size: int, byte_size: int) -> None:
+    if vocab_size != byte_size:
+        raise CheckpointError(
+            "the checkpoint was trained with a tokenizer that is saved when the run ends; finish the run"
+        )
+
+
+def output_suffix(path: Path, allowed: tuple[str, ...]) -> None:
+    if path.suffix not in allowed:
+        raise ConfigError(f"--output: must end in {' or '.join(allowed)}, got {path.name!r}")
+
+
+@contextmanager
+def output_file(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"--output {path}: cannot be written ({error.strerror or error})") from error
+
+
+def output_folder(path: Path) -> None:
+    """Complains before hours of work, not after."""
+    if not path.parent.is_dir():
+        raise DataError(f"--output {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise DataError(f"--output {path}: is a folder")
+
+
+def causal_model(path: Path, causal: bool) -> None:
+    if not causal:
+        raise ConfigError(f"{path}: is a masked model, which cannot generate; train with --objective causal")
+
+
+def only_for(option: str, wanted: str, got: str) -> None:
+    if wanted != got:
+        raise ConfigError(f"{option}: is for {wanted} models, this one is for {got}")
+
+
+def sampling(temperature: float, top_k: int, top_p: float) -> None:
+    if not temperature > 0:
+        raise ConfigError(f"--temperature: must be positive, got {temperature}; --greedy takes the likeliest token")
+    if top_k < 0:
+        raise ConfigError(f"--top-k: must be at least 0 (off), got {top_k}")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"--top-p: must lie above 0 and at most at 1, got {top_p}")
+
+
+def option_pairs(pairs: list[str]) -> dict[str, Any]:
+    """`name=value` options of a mechanism; values are whole numbers, numbers, or words."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name or not value:
+            raise ConfigError(f"--option: must be NAME=VALUE such as num_features=128, got {pair!r}")
+        options[name] = _value(value)
+    return options
+
+
+def _value(text: str) -> Any:
+    """3, 0.5 and null as JSON reads them; a word otherwise."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def something_to_read(count: int, paths: list[Path]) -> None:
+    if not count:
+        raise DataError(f"{', '.join(map(str, paths))}: holds no sequence")
+
+
+def no_prompt(prompt: str) -> None:
+    if prompt:
+        raise ConfigError("--prompt: image models take none, they begin at the first pixel")
+
+
+def no_length(length: int | None) -> None:
+    if length is not None:
+        raise ConfigError("--length: an image has as many pixels as it has; leave it out")
+
+
+def new_tokens(length: int) -> int:
+    return positive_count("--length", length)
+
+
+def positive_count(option: str, value: int) -> int:
+    if value < 1:
+        raise ConfigError(f"{option}: must be at least 1, got {value}")
+    return value

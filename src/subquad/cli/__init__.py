@@ -1,0 +1,63 @@
+"""The command `subquad`. One file per command; a user's mistake is one line and exit code 2."""
+
+import sys
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from subquad.cli.demo import demo
+from subquad.cli.embed import embed
+from subquad.cli.generate import generate
+from subquad.cli.score import score
+from subquad.cli.train import train_app
+from subquad.errors import SubquadError
+
+app = typer.Typer(
+    name="subquad",
+    help="Sub-quadratic attention: train, score, embed and sample protein, text and image models of any length.",
+    epilog="Example: subquad train protein my.fasta --out runs/mine",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(train_app, name="train")
+for command, example in (
+    (generate, "subquad generate runs/mine --prompt MKT --length 5000 --output new.fasta"),
+    (score, "subquad score runs/mine candidates.fasta --output scores.csv"),
+    (embed, "subquad embed runs/mine proteins.fasta --output vectors.npz"),
+    (demo, "subquad demo --out demo"),
+):
+    app.command(epilog=f"Example: {example}", no_args_is_help=command is not demo)(command)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Show the version and leave.")] = False) -> None:
+    if version:
+        from importlib.metadata import version as version_of
+
+        typer.echo(version_of("subquad"))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; the exit code."""
+    try:
+        code = app(arguments, standalone_mode=False)
+    except SubquadError as error:
+        return _complain(str(error))
+    except TyperException as error:
+        message = getattr(error, "format_message", lambda: "")()
+        return _complain(message) if message else error.exit_code if hasattr(error, "exit_code") else 2
+    except KeyboardInterrupt:
+        return _complain("interrupted", code=130)
+    return code if isinstance(code, int) else 0
+
+
+def _complain(message: str, code: int = 2) -> int:
+    print(f"subquad: error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def run() -> None:
+    sys.exit(main())

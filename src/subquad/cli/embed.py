@@ -1,0 +1,78 @@
+"""`subquad embed`."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from subquad.checks import cli as checks
+from subquad.checks import needs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from subquad.cli.common import Named
+
+
+def embed(
+    model: Annotated[Path, typer.Argument(help="Run or model folder.")],
+    sequences: Annotated[list[Path], typer.Argument(help="FASTA, text or image files, as the model takes them.")],
+    output: Annotated[Path, typer.Option(help="File .npz or .parquet.")] = Path("embeddings.npz"),
+    per_token: Annotated[
+        bool, typer.Option("--per-token", "--per-residue", help="A vector for each residue instead of their mean.")
+    ] = False,
+) -> int:
+    """Vectors of sequences of any length: the mean of the last layer's hidden states, or one for each residue.
+
+    npz: names, embeddings [N, E]; per token: names, lengths, embeddings [sum of lengths, E], one after another.
+    parquet: columns name, embedding; per token: name, position (from 1), embedding.
+    """
+    from subquad.cli.common import load_model, progress_bar, read_sequences
+    from subquad.models import embeddings
+
+    checks.output_suffix(output, (".npz", ".parquet"))
+    checks.output_folder(output)
+    loaded = load_model(model, head=False)
+    named = read_sequences(loaded, sequences)
+    checks.something_to_read(len(named), sequences)
+    ids = [item.ids for item in named]
+    with progress_bar("embedding", sum(map(len, ids))) as progress:
+        vectors = embeddings(loaded.model, ids, start=loaded.start, mean=not per_token, progress=progress)
+    with checks.output_file(output):
+        write = _write_npz if output.suffix == ".npz" else _write_parquet
+        write(output, named, vectors, per_token)
+    print(f"{len(named)} sequences embedded in {loaded.model.config.hidden_size} dimensions: {output}", file=sys.stderr)
+    return 0
+
+
+def _write_npz(output: Path, named: "list[Named]", vectors: "list[Tensor]", per_token: bool) -> None:
+    import numpy as np
+    import torch
+
+    arrays = {"names": np.array([item.name for item in named])}
+    if per_token:
+        arrays["lengths"] = np.array([len(item.ids) for item in named])
+    arrays["embeddings"] = (torch.cat(vectors) if per_token else torch.stack(vectors)).numpy()
+    np.savez_compressed(output, **arrays)
+
+
+def _write_parquet(output: Path, named: "list[Named]", vectors: "list[Tensor]", per_token: bool) -> None:
+    with needs("pyarrow", "--output with .parquet"):
+        import pyarrow as pa
+        from pyarrow import parquet
+
+    def rows(matrix: "Tensor") -> pa.Array:
+        return pa.FixedSizeListArray.from_arrays(pa.array(matrix.flatten().numpy()), matrix.shape[1])
+
+    if not per_token:
+        import torch
+
+        table = pa.table({"name": [item.name for item in named], "embedding": rows(torch.stack(vectors))})
+        parquet.write_table(table, output)
+        return
+    schema = pa.schema({"name": pa.string(), "position": pa.int64(), "embedding": rows(vectors[0]).type})
+    with parquet.ParquetWriter(output, schema) as writer:
+        for item, matrix in zip(named, vectors, strict=True):
+            columns = {"name": [item.name] * len(matrix), "position": range(1, len(matrix) + 1)}
+            writer.write_table(pa.table({**columns, "embedding": rows(matrix)}, schema))

@@ -1,0 +1,56 @@
+"""`subquad score`."""
+
+import csv
+import math
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from subquad.checks import cli as checks
+
+
+def score(
+    model: Annotated[Path, typer.Argument(help="Run or model folder.")],
+    sequences: Annotated[list[Path], typer.Argument(help="FASTA, text or image files, as the model takes them.")],
+    output: Annotated[Path | None, typer.Option(help="CSV file; without it, the table goes to the terminal.")] = None,
+    passes: Annotated[int, typer.Option(help="Masked models: forward passes per sequence, each hiding 1/passes.")] = 8,
+    exact: Annotated[bool, typer.Option("--exact", help="Masked models: hide one token at a time (slow).")] = False,
+) -> int:
+    """Log-likelihood and perplexity of sequences of any length (pseudo-log-likelihood for masked models)."""
+    from subquad.cli.common import load_model, progress_bar, read_sequences
+    from subquad.models import log_likelihoods, pseudo_log_likelihoods
+
+    if output is not None:
+        checks.output_folder(output)
+    checks.positive_count("--passes", passes)
+    loaded = load_model(model)
+    named = read_sequences(loaded, sequences)
+    checks.something_to_read(len(named), sequences)
+    ids = [item.ids for item in named]
+    with progress_bar("scoring", sum(map(len, ids))) as progress:
+        if loaded.model.config.causal:
+            scores = log_likelihoods(loaded.model, ids, start=loaded.start, progress=progress)
+        else:
+            mask = 2 if loaded.tokenizer is None else loaded.tokenizer.mask_token_id
+            scores = pseudo_log_likelihoods(
+                loaded.model, ids, start=loaded.start, mask=mask, passes=None if exact else passes, progress=progress
+            )
+    kind = "log_likelihood" if loaded.model.config.causal else "pseudo_log_likelihood"
+    rows = [
+        (item.name, len(item.ids), f"{float(s.double().sum()):.6f}", f"{math.exp(-float(s.double().mean())):.6f}")
+        for item, s in zip(named, scores, strict=True)
+    ]
+    _write(output, ("name", "length", kind, "perplexity"), rows)
+    return 0
+
+
+def _write(output: Path | None, header: tuple[str, ...], rows: list[tuple[str, int, str, str]]) -> None:
+    if output is None:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerows([header, *rows])
+        return
+    with checks.output_file(output), output.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([header, *rows])
+    print(f"{len(rows)} scores written to {output}", file=sys.stderr)

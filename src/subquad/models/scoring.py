@@ -1,0 +1,103 @@
+"""How likely a model finds a sequence, and the vectors it makes of it; any length, batched by length."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from subquad.models.batching import Batch, batches_by_length
+from subquad.models.cache import SubquadCache
+from subquad.models.modeling import SubquadForCausalLM, SubquadForMaskedLM, SubquadModel
+
+BATCH_TOKENS = 16_384
+PIECE = 4096  # tokens whose logits are held at once
+PASSES = 8
+Progress = Callable[[int], None]  # is told how many tokens have been done
+
+
+def _ignore(tokens: int) -> None:
+    pass
+
+
+@torch.inference_mode()
+def log_likelihoods(
+    model: SubquadForCausalLM, sequences: Sequence[Tensor], *, start: int, progress: Progress = _ignore
+) -> list[Tensor]:
+    """log p of each token given those before it and a `start` token: one float32 vector `[T]` per sequence `[T]`.
+
+    A causal model reads long sequences piece by piece, with the state of its mechanisms in between.
+    """
+    out = [torch.empty(0)] * len(sequences)
+    begun = [torch.cat([torch.tensor([start]), sequence]) for sequence in sequences]
+    for batch in batches_by_length(begun, batch_tokens=BATCH_TOKENS, pad=start):
+        scores = _piecewise(model, batch)
+        for row, place in enumerate(batch.index):
+            out[place] = scores[row, : len(sequences[place])]
+        progress(sum(len(sequences[place]) for place in batch.index))
+    return out
+
+
+def _piecewise(model: SubquadForCausalLM, batch: Batch) -> Tensor:
+    """`[B, T - 1]`: log p of the tokens after the first."""
+    device, length = model.device, batch.ids.shape[1]
+    ids, mask = batch.ids.to(device), batch.mask.to(device)
+    cache, scores = SubquadCache(model.config.num_hidden_layers), []
+    for begin in range(0, length - 1, PIECE):
+        end = min(begin + PIECE, length - 1)
+        use_cache = length - 1 > PIECE
+        logits = model(
+            ids[:, begin:end],
+            attention_mask=mask[:, begin:end],
+            past_key_values=cache if use_cache else None,
+            use_cache=use_cache,
+        ).logits
+        targets = ids[:, begin + 1 : end + 1, None]
+        scores.append(logits.float().log_softmax(-1).gather(-1, targets)[..., 0].cpu())
+    return torch.cat(scores, 1)
+
+
+@torch.inference_mode()
+def pseudo_log_likelihoods(
+    model: SubquadForMaskedLM,
+    sequences: Sequence[Tensor],
+    *,
+    start: int,
+    mask: int,
+    passes: int | None = PASSES,
+    progress: Progress = _ignore,
+) -> list[Tensor]:
+    """log p of each token given the others, every token hidden exactly once: one vector `[T]` per sequence `[T]`.
+
+    `passes` forward passes hide every passes-th token at a time (8: about the 15 % of training). None hides one token
+    at a time, the textbook definition, in T passes.
+    """
+    out = []
+    for sequence in sequences:
+        count = len(sequence) if passes is None else min(passes, len(sequence))
+        scores = torch.empty(len(sequence))
+        for first in range(count):
+            hidden = torch.arange(first, len(sequence), count)
+            ids = torch.cat([torch.tensor([start]), sequence])
+            ids[1 + hidden] = mask
+            logits = model(ids[None].to(model.device)).logits[0, 1 + hidden]
+            targets = sequence[hidden, None].to(logits.device)
+            scores[hidden] = logits.float().log_softmax(-1).gather(-1, targets)[:, 0].cpu()
+        progress(len(sequence))
+        out.append(scores)
+    return out
+
+
+@torch.inference_mode()
+def embeddings(
+    model: SubquadModel, sequences: Sequence[Tensor], *, start: int, mean: bool = True, progress: Progress = _ignore
+) -> list[Tensor]:
+    """Hidden states of each sequence's tokens `[T, E]`, or their mean `[E]`; the start token is left out."""
+    out = [torch.empty(0)] * len(sequences)
+    begun = [torch.cat([torch.tensor([start]), sequence]) for sequence in sequences]
+    for batch in batches_by_length(begun, batch_tokens=BATCH_TOKENS, pad=start):
+        hidden = model(batch.ids.to(model.device), attention_mask=batch.mask.to(model.device)).last_hidden_state
+        for row, place in enumerate(batch.index):
+            vectors = hidden[row, 1 : 1 + len(sequences[place])].float().cpu()
+            out[place] = vectors.mean(0) if mean else vectors.clone()
+        progress(sum(len(sequences[place]) for place in batch.index))
+    return out

@@ -1,0 +1,441 @@
+"""The Hugging Face models, for every mechanism."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    DynamicCache,
+    pipeline,
+)
+
+from subquad import MECHANISMS, errors
+from subquad.data import protein_tokenizer
+from subquad.mechanism import RandomFeatures
+from subquad.models import (
+    SubquadCache,
+    SubquadConfig,
+    SubquadForCausalLM,
+    SubquadForMaskedLM,
+    SubquadForSequenceClassification,
+    SubquadForTokenClassification,
+    SubquadModel,
+    embeddings,
+    log_likelihoods,
+    pseudo_log_likelihoods,
+)
+from subquad.models import scoring as scoring_module
+from subquad.testing import assert_close
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    **{m.name: {"attention": m.name} for m in MECHANISMS if m.supports_causal and m.supports_state},
+    "favor-small": {"attention": "favor", "attention_options": {"num_features": 8, "near": 4, "sinks": 1}},
+    "favor-paper": {"attention": "favor", "attention_options": {"num_features": 8, "near": 0, "sinks": 0}},
+    "mixed": {"attention": ["softmax", "favor"], "attention_options": [{}, {"num_features": 8, "near": 4}]},
+    "reversible": {"attention": "favor", "attention_options": {"near": 4}, "reversible": True},
+    "sinusoidal": {"attention": "linear", "positions": "sinusoidal", "mlp": "plain", "tie_word_embeddings": False},
+    "learned": {"attention": "favor", "positions": "learned", "max_position_embeddings": 64},
+}
+causal_models = pytest.mark.parametrize("options", MIXTURES.values(), ids=MIXTURES)
+
+
+def make(kind=SubquadForCausalLM, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(SubquadConfig(**{**SMALL, "num_hidden_layers": 2, **options})).to(dtype).eval()
+
+
+def random_ids(*shape: int) -> Tensor:
+    return torch.randint(2, 23, shape, generator=torch.Generator().manual_seed(5))
+
+
+def left_padded(lengths: list[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    width = max(lengths)
+    rows = [random_ids(8, width)[i, :length] for i, length in enumerate(lengths)]
+    ids = torch.stack([torch.cat([torch.zeros(width - len(row), dtype=torch.long), row]) for row in rows])
+    return ids, (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long(), rows
+
+
+# Generation -----------------------------------------------------------------------------------------------------------
+
+
+@causal_models
+@pytest.mark.parametrize("search", [{}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}], ids=str)
+def test_generation_with_cache_is_without(options: dict[str, Any], search: dict[str, Any]) -> None:
+    model = make(**options)
+    ids, mask, rows = left_padded([11, 6, 1])
+    common = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, **search}
+    cached, plain = (model.generate(ids, attention_mask=mask, use_cache=use, **common) for use in (True, False))
+    assert torch.equal(cached, plain)
+    for row, alone in enumerate(rows):
+        copies = search.get("num_return_sequences", 1)
+        wanted = model.generate(alone[None], attention_mask=torch.ones(1, len(alone)).long(), **common)
+        assert torch.equal(cached[row * copies : (row + 1) * copies, 11:], wanted[:, len(alone) :])
+
+
+@causal_models
+def test_logits_piece_by_piece_are_those_of_the_whole(options: dict[str, Any]) -> None:
+    model = make(**options)
+    ids, mask, _ = left_padded([20, 13])
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask).logits
+        for cuts in ([0, 20], [0, 1, 2, 9, 20], [0, 7, 8, 16, 17, 20]):
+            cache, pieces = SubquadCache(2), []
+            for begin, end in pairwise(cuts):
+                seen = mask[:, :end] if end % 2 else mask[:, begin:end]  # with or without the past: both are understood
+                out = model(ids[:, begin:end], attention_mask=seen, past_key_values=cache, use_cache=True)
+                pieces.append(out.logits)
+            real = mask.bool()
+            assert_close(torch.cat(pieces, 1)[real], whole[real], 1e-9)
+            assert cache.get_seq_length() == 20
+
+
+@causal_models
+def test_padding_anywhere_changes_nothing(options: dict[str, Any]) -> None:
+    model, ids = make(**options), random_ids(1, 10)
+    alone = model(ids).logits[0]
+    places = torch.tensor([1, 2, 3, 5, 6, 8, 9, 10, 12, 13])
+    padded = torch.zeros(2, 15, dtype=torch.long)
+    padded[0, places], padded[1] = ids[0], random_ids(15)
+    mask = torch.ones(2, 15)
+    mask[0] = torch.zeros(15).index_fill(0, places, 1)
+    assert_close(model(padded, attention_mask=mask).logits[0, places], alone, 1e-9)
+
+
+@causal_models
+def test_nothing_leaks_from_the_future(options: dict[str, Any]) -> None:
+    model, ids = make(**options), random_ids(1, 30)
+    other = ids.clone()
+    other[0, 17:] = (other[0, 17:] + 3) % 20 + 2
+    assert_close(model(other).logits[:, :17], model(ids).logits[:, :17], 1e-9)
+    assert (
+        not torch.allclose(model(other).logits[:, 17:], model(ids).logits[:, 17:]) or options["attention"] == "identity"
+    )
+
+
+def test_cache_does_not_grow() -> None:
+    for name in ("favor", "linear"):
+        model = make(attention=name, dtype=torch.float32)
+        sizes = [model(random_ids(1, n), use_cache=True).past_key_values.nbytes() for n in (5, 300)]
+        assert sizes[0] == sizes[1] > 0
+
+
+def test_cache_is_not_written_to() -> None:
+    model = make(attention="favor")
+    cache = model(random_ids(2, 7), use_cache=True).past_key_values
+    before = [tensor.clone() for tensor in cache.layers[0].state]
+    state = cache.layers[0].state
+    model(random_ids(2, 1), past_key_values=cache, use_cache=True)
+    assert all(torch.equal(a, b) for a, b in zip(state, before, strict=True))
+
+
+def test_cache_repeats_and_selects() -> None:
+    model, ids = make(attention="favor"), random_ids(2, 7)
+    cache = model(ids, use_cache=True).past_key_values
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    got = model(ids[[1, 0], :1], past_key_values=cache, use_cache=True).logits
+    wanted = model(torch.cat([ids[[1, 0]], ids[[1, 0], :1]], 1)).logits[:, -1:]
+    assert_close(got, wanted, 1e-9)
+    cache.reset()
+    assert_close(model(ids, past_key_values=cache, use_cache=True).logits, model(ids).logits, 1e-9)
+
+
+# Saving ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [m.name for m in MECHANISMS])
+def test_saved_models_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    model, ids = make(attention=name, dtype=torch.float32), random_ids(2, 40)
+    model.redraw(7)  # features that no constructor would draw
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is SubquadForCausalLM
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert AutoConfig.from_pretrained(tmp_path).attention == name
+    base = AutoModel.from_pretrained(tmp_path)
+    assert base.config.causal is True
+    assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
+
+
+def test_random_features_stay_float32(tmp_path: Path) -> None:
+    model = make(attention="favor", dtype=torch.float32)
+    model.redraw(3)
+    model.save_pretrained(tmp_path)
+    features = [m.weight.clone() for m in model.mechanisms()]
+    for loaded in (SubquadForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), model.to(torch.bfloat16)):
+        assert loaded.lm_head.weight.dtype == torch.bfloat16
+        for mechanism, wanted in zip(loaded.mechanisms(), features, strict=True):
+            assert torch.equal(mechanism.weight, wanted)
+        assert loaded(random_ids(1, 90)).logits.dtype == torch.bfloat16
+
+
+def test_auto_classes_know_every_head() -> None:
+    config = SubquadConfig(**SMALL, num_hidden_layers=1)
+    for auto, kind in (
+        (AutoModel, SubquadModel),
+        (AutoModelForMaskedLM, SubquadForMaskedLM),
+        (AutoModelForSequenceClassification, SubquadForSequenceClassification),
+        (AutoModelForTokenClassification, SubquadForTokenClassification),
+    ):
+        assert type(auto.from_config(config)) is kind
+
+
+def test_layers_and_heads_have_features_of_their_own() -> None:
+    model = make(attention="favor", dtype=torch.float32)
+    drawn = [
+        matrix
+        for m in model.mechanisms()
+        if isinstance(m, RandomFeatures) and m.weight is not None
+        for matrix in m.weight
+    ]
+    assert len(drawn) == 4  # two layers, two key heads
+    assert len({tuple(matrix.flatten().tolist()) for matrix in drawn}) == 4
+    assert make(attention="linear").redraw(1) == 0
+
+
+# Heads, losses, gradients ---------------------------------------------------------------------------------------------
+
+
+def test_losses() -> None:
+    ids = random_ids(2, 9)
+    model = make()
+    labels = ids.masked_fill(ids % 3 == 0, -100)
+    logits = model(ids, labels=labels).logits
+    wanted = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    assert_close(model(ids, labels=labels).loss, wanted, 1e-6)
+    items = (labels[:, 1:] != -100).sum()
+    assert_close(model(ids, labels=labels, num_items_in_batch=2 * items).loss, wanted / 2, 1e-6)
+    masked = make(SubquadForMaskedLM)
+    logits = masked(ids, labels=labels).logits
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    assert_close(masked(ids, labels=labels).loss, wanted, 1e-6)
+
+
+@pytest.mark.parametrize("causal", [None, True])
+def test_classification_ignores_padding(causal: bool | None) -> None:
+    model = make(SubquadForSequenceClassification, causal=causal, num_labels=3)
+    ids, mask, rows = left_padded([9, 4])
+    out = model(ids, attention_mask=mask, labels=torch.tensor([0, 2]))
+    alone = torch.cat([model(row[None]).logits for row in rows])
+    assert_close(out.logits, alone, 1e-9)
+    assert_close(out.loss, torch.nn.functional.cross_entropy(alone, torch.tensor([0, 2])), 1e-6)
+    right = torch.cat([rows[1], torch.zeros(5, dtype=torch.long)])[None]
+    assert_close(model(right, attention_mask=(torch.arange(9) < 4).long()[None]).logits[0], alone[1], 1e-9)
+
+
+def test_token_classification() -> None:
+    model, ids = make(SubquadForTokenClassification, num_labels=5), random_ids(2, 6)
+    labels = torch.tensor([[0, 1, 2, 3, 4, -100]] * 2)
+    out = model(ids, labels=labels)
+    assert out.logits.shape == (2, 6, 5)
+    assert_close(out.loss, torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten()), 1e-6)
+
+
+@pytest.mark.parametrize("name", [m.name for m in MECHANISMS])
+def test_gradient_checkpointing_changes_nothing(name: str) -> None:
+    ids, grads = random_ids(2, 20), []
+    for checkpointing in (False, True):
+        model = make(attention=name, dropout=0.2).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        torch.manual_seed(3)
+        model(ids, labels=ids).loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    for got, wanted in zip(*grads, strict=True):
+        assert (got is None) == (wanted is None)
+        assert got is None or torch.equal(got, wanted)
+
+
+def test_every_parameter_learns() -> None:
+    for options in ({"attention": "favor"}, {"attention": "linear", "mlp": "plain"}, {"reversible": True}):
+        model, ids = make(**options).train(), random_ids(2, 20)
+        model(ids, labels=ids).loss.backward()
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_hidden_states_and_embeddings() -> None:
+    model, ids = make(SubquadModel), random_ids(1, 6)
+    out = model(ids, output_hidden_states=True)
+    assert len(out.hidden_states) == 3
+    assert torch.equal(out.hidden_states[-1], out.last_hidden_state)
+    assert torch.equal(model(inputs_embeds=model.embed_tokens(ids)).last_hidden_state, out.last_hidden_state)
+    assert torch.equal(model(ids, return_dict=False)[0], out.last_hidden_state)
+    assert torch.equal(model(ids, position_ids=torch.arange(6)[None]).last_hidden_state, out.last_hidden_state)
+
+
+def test_pipelines() -> None:
+    tokenizer = protein_tokenizer()
+    options = {"vocab_size": len(tokenizer), "dtype": torch.float32}
+    causal, masked = make(**options), make(SubquadForMaskedLM, **options)
+    text = pipeline("text-generation", model=causal, tokenizer=tokenizer)("MKV", max_new_tokens=5, do_sample=False)
+    assert text[0]["generated_text"].startswith("MKV")
+    assert len(pipeline("fill-mask", model=masked, tokenizer=tokenizer)("MK<mask>V")) == 5
+    classifier = make(SubquadForSequenceClassification, **options)
+    labels = pipeline("text-classification", model=classifier, tokenizer=tokenizer)(["MKV", "MKVVVV"])
+    assert {label["label"] for label in labels} <= {"LABEL_0", "LABEL_1"}
+    vectors = pipeline("feature-extraction", model=masked.model, tokenizer=tokenizer)("MKV")
+    assert len(vectors[0]) == 4  # the separator and three residues
+
+
+# Scores ---------------------------------------------------------------------------------------------------------------
+
+
+def naive_scores(model: SubquadForCausalLM, ids: Tensor) -> Tensor:
+    logits = model(torch.cat([torch.tensor([1]), ids])[None]).logits[0, :-1]
+    return logits.float().log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+
+
+@causal_models
+def test_log_likelihoods(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(**options)
+    sequences = [random_ids(n) for n in (3, 31, 1, 12, 30)]
+    done: list[int] = []
+    with torch.no_grad():
+        wanted = [naive_scores(model, ids) for ids in sequences]
+    for piece in (4096, 7):  # whole, and in pieces with states in between
+        monkeypatch.setattr(scoring_module, "PIECE", piece)
+        for got, want in zip(log_likelihoods(model, sequences, start=1, progress=done.append), wanted, strict=True):
+            assert_close(got, want, 1e-5)
+    assert sum(done) == 2 * sum(map(len, sequences))
+
+
+def test_pseudo_log_likelihoods() -> None:
+    model, ids = make(SubquadForMaskedLM), random_ids(11)
+    exact = pseudo_log_likelihoods(model, [ids], start=1, mask=2, passes=None)[0]
+    for place in range(11):
+        hidden = torch.cat([torch.tensor([1]), ids])[None]
+        hidden[0, 1 + place] = 2
+        wanted = model(hidden).logits[0, 1 + place].float().log_softmax(-1)[ids[place]]
+        assert_close(exact[place], wanted, 1e-5)
+    few = pseudo_log_likelihoods(model, [ids, ids[:2]], start=1, mask=2, passes=4)
+    assert [len(scores) for scores in few] == [11, 2]
+    assert torch.isfinite(torch.cat(few)).all()
+    assert_close(few[1], pseudo_log_likelihoods(model, [ids[:2]], start=1, mask=2, passes=None)[0], 1e-6)
+
+
+def test_embeddings_do_not_depend_on_the_batch() -> None:
+    model, sequences = make(SubquadModel), [random_ids(n) for n in (3, 31, 12)]
+    tokens = embeddings(model, sequences, start=1, mean=False)
+    means = embeddings(model, sequences, start=1)
+    for ids, vectors, mean in zip(sequences, tokens, means, strict=True):
+        hidden = model(torch.cat([torch.tensor([1]), ids])[None]).last_hidden_state[0, 1:].float()
+        assert_close(vectors, hidden, 1e-5)
+        assert_close(mean, hidden.mean(0), 1e-5)
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+ERRORS = {
+    "causal masked model": (
+        lambda: SubquadForMaskedLM(SubquadConfig(**SMALL, causal=True)),
+        "SubquadForMaskedLM: needs causal=False, got causal=True in the config; leave it out",
+    ),
+    "list of attentions": (
+        lambda: SubquadConfig(attention=["favor"], num_hidden_layers=2),
+        "SubquadConfig: attention must have one entry for each of 2 layers, got 1",
+    ),
+    "attention of another type": (
+        lambda: SubquadConfig(attention=3, num_hidden_layers=2),
+        "SubquadConfig: attention must be one value or a list of 2, got 3",
+    ),
+    "options for a mixture": (
+        lambda: SubquadConfig(attention=["favor", "linear"], attention_options={"near": 4}, num_hidden_layers=2),
+        "SubquadConfig: layers with different mechanisms need a list of attention_options, one for each layer; "
+        "got {'near': 4} for all",
+    ),
+    "unknown attention": (
+        lambda: SubquadConfig(attention="favour"),
+        "unknown attention 'favour' (did you mean 'favor'?); known: softmax, identity, linear, favor",
+    ),
+    "odd heads": (
+        lambda: SubquadConfig(hidden_size=12, num_attention_heads=4),
+        "SubquadConfig: positions='rotary' turns pairs, so the head dim must be even, got 3",
+    ),
+    "positions": (
+        lambda: SubquadConfig(positions="rotari"),
+        "SubquadConfig: positions must be one of rotary, sinusoidal, learned, none, got 'rotari' "
+        "(did you mean 'rotary'?)",
+    ),
+    "dropout": (
+        lambda: SubquadConfig(dropout=1.0),
+        "SubquadConfig: dropout must be at least 0 and below 1, got 1.0",
+    ),
+    "no input": (make(), "subquad model: give input_ids or inputs_embeds, got neither"),
+    "empty input": (
+        lambda: make()(torch.zeros(1, 0, dtype=torch.long)),
+        "subquad model: wants input_ids [batch, length], none of them empty, got [1, 0]",
+    ),
+    "attentions": (
+        lambda: make()(random_ids(1, 3), output_attentions=True),
+        "subquad model: output_attentions=True is not supported, weights are quadratic; "
+        "look at chosen rows with mechanism.attention_matrix(q, k, rows=...)",
+    ),
+    "mask": (
+        lambda: make()(random_ids(2, 3), attention_mask=torch.ones(2, 4)),
+        "subquad model: attention_mask must be [2, 3], got [2, 4]",
+    ),
+    "additive mask": (
+        lambda: make()(random_ids(2, 3), attention_mask=torch.full((2, 3), -1e4)),
+        "subquad model: attention_mask must hold 1 for real tokens and 0 for padding",
+    ),
+    "learned positions": (
+        lambda: make(positions="learned", max_position_embeddings=4)(random_ids(1, 6)),
+        "subquad model: position 5 is beyond the 4 learned ones; use positions='rotary' for lengths never trained on",
+    ),
+    "cache of a masked model": (
+        lambda: make(SubquadModel)(random_ids(1, 3), use_cache=True),
+        "subquad model: only a causal model can continue a sequence; use_cache needs causal=True",
+    ),
+    "cache of another kind": (
+        lambda: make()(random_ids(1, 3), past_key_values=DynamicCache()),
+        "subquad model: past_key_values must be a SubquadCache, got DynamicCache",
+    ),
+    "cache of another depth": (
+        lambda: make()(random_ids(1, 3), past_key_values=SubquadCache(5)),
+        "subquad model: the cache has 5 layers, the model 2",
+    ),
+    "crop": (
+        lambda: make()(random_ids(1, 3), use_cache=True).past_key_values.crop(1),
+        "SubquadCache: holds the states of whole sequences, so crop is impossible; "
+        "assisted and contrastive decoding need it, other kinds of generate() do not",
+    ),
+    "cache implementation": (
+        lambda: make().generate(random_ids(1, 3), cache_implementation="static", max_new_tokens=1),
+        "generate: cache_implementation='static' holds keys and values, subquad models keep states; leave it out",
+    ),
+    "reversible checkpointing": (
+        lambda: make(reversible=True).gradient_checkpointing_enable(),
+        "gradient checkpointing: reversible layers keep no activations already; use one of the two",
+    ),
+    "reversible hidden states": (
+        lambda: make(reversible=True)(random_ids(1, 3), output_hidden_states=True),
+        "subquad model: reversible layers keep no hidden states; output_hidden_states needs reversible=False",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors(call, message: str) -> None:
+    with pytest.raises(errors.SubquadError) as caught:
+        call()
+    assert str(caught.value) == message
