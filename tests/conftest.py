@@ -10,6 +10,8 @@ import torch
 COMPILED = tempfile.TemporaryDirectory(prefix="subquad-compiled-")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = COMPILED.name
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # tests need no network, and must not wait for one
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores already
 

@@ -75,6 +75,14 @@ def same_run(folder: Path, differences: Sequence[str]) -> None:
         )
 
 
+def same_weights(missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    if missing or unexpected:
+        raise CheckpointError(
+            f"resume: the checkpoint is of another model (missing {', '.join(missing) or 'nothing'}; "
+            f"unknown {', '.join(unexpected) or 'nothing'})"
+        )
+
+
 def something_to_redraw(every: int, drawn: int) -> None:
     if every and not drawn:
         raise ConfigError(f"train: redraw_every={every}, but no layer has random features; leave it out")

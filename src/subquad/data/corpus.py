@@ -75,19 +75,26 @@ class CorpusWriter:
 
     Example:
         >>> from subquad.data.vocabulary import BYTES
-        >>> writer = CorpusWriter(BYTES, "text")
-        >>> writer.add(np.array([4, 5], np.uint8))
-        >>> writer.add(np.array([6], np.uint8))
-        >>> [sequence.tolist() for sequence in writer.finish()]
+        >>> with CorpusWriter(BYTES, "text") as writer:
+        ...     writer.add(np.array([4, 5], np.uint8))
+        ...     writer.add(np.array([6], np.uint8))
+        ...     corpus = writer.finish()
+        >>> [sequence.tolist() for sequence in corpus]
         [[4, 5], [6]]
     """
 
     def __init__(self, vocabulary: Vocabulary, domain: str, image_shape: tuple[int, ...] | None = None) -> None:
         self.vocabulary, self.domain, self.image_shape = vocabulary, domain, image_shape
-        self.file = tempfile.TemporaryFile(prefix="subquad-corpus-")  # noqa: SIM115, it lives as long as the corpus
+        self.file = tempfile.TemporaryFile(prefix="subquad-corpus-")  # noqa: SIM115, closed by __exit__
         self.lengths: list[int] = []
         self.keys: list[int] = []
         self._begin()
+
+    def __enter__(self) -> "CorpusWriter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.close()  # a corpus made from it keeps its map
 
     def _begin(self) -> None:
         self._length, self._hash = 0, hashlib.blake2b(digest_size=8)
@@ -116,7 +123,6 @@ class CorpusWriter:
         total = int(ends[-1]) if len(ends) else 0
         dtype = self.vocabulary.dtype
         tokens = np.memmap(self.file, dtype, "r", shape=(total,)) if total else np.zeros(0, dtype)
-        self.file.close()  # the map keeps it alive
         keys = np.array(self.keys, np.uint64)
         starts = ends - np.array(self.lengths, np.int64)
         return Corpus(tokens, starts, ends, keys, self.vocabulary, self.domain, self.image_shape)

@@ -26,10 +26,10 @@ def images_corpus(images: np.ndarray, *, levels: int = 256, of: int | None = Non
     of = levels if of is None else of
     checks.image_array(images, levels, of)
     shape = tuple(images.shape[1:])
-    writer = CorpusWriter(pixels(levels), "image", shape)
-    for image in images:
-        writer.add((image.reshape(-1).astype(np.int64) * levels // of + len(SPECIALS)).astype(np.uint16))
-    return writer.finish()
+    with CorpusWriter(pixels(levels), "image", shape) as writer:
+        for image in images:
+            writer.add((image.reshape(-1).astype(np.int64) * levels // of + len(SPECIALS)).astype(np.uint16))
+        return writer.finish()
 
 
 def read_images(path: Path) -> np.ndarray:
@@ -57,7 +57,7 @@ def _read_idx(path: Path) -> np.ndarray:
 
 
 def _read_npz(path: Path) -> np.ndarray:
-    with np.load(path, allow_pickle=False) as arrays:
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         images = {name: arrays[name] for name in arrays.files if arrays[name].ndim in (3, 4)}
     checks.one_image_array(path, list(images))
     return images["images"] if "images" in images else next(iter(images.values()))

@@ -72,10 +72,10 @@ def load_proteins(paths: Sequence[str | Path] = ()) -> Corpus:
         >>> corpus.domain, len(corpus) > 1000
         ('protein', True)
     """
-    writer = CorpusWriter(PROTEIN, "protein")
-    for path in paths or [Path(str(SAMPLE))]:
-        for name, sequence in read_fasta(path):
-            writer.add(encode(sequence, f"{path}: {name}"))
-    corpus = writer.finish()
+    with CorpusWriter(PROTEIN, "protein") as writer:
+        for path in paths or [Path(str(SAMPLE))]:
+            for name, sequence in read_fasta(path):
+                writer.add(encode(sequence, f"{path}: {name}"))
+        corpus = writer.finish()
     checks.not_empty(corpus.num_tokens, paths)
     return corpus

@@ -1,6 +1,6 @@
 """Text from files and folders: as bytes, or through any Hugging Face tokenizer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,40 +32,42 @@ def text_files(paths: Sequence[str | Path]) -> list[Path]:
 
 def load_text(paths: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBase | None" = None) -> Corpus:
     """One sequence per file; one token per byte unless a tokenizer is given."""
-    writer = CorpusWriter(BYTES if tokenizer is None else of_tokenizer(tokenizer), "text")
-    for path in text_files(paths):
-        with checks.readable(path):
-            if tokenizer is None:
-                with path.open("rb") as file:
-                    while piece := file.read(PIECE):
-                        writer.extend(np.frombuffer(piece, np.uint8).astype(np.uint16) + len(SPECIALS))
-            else:
-                for lines in _pieces(path):
-                    writer.extend(_encode(tokenizer, lines))
-        writer.end()
-    corpus = writer.finish()
+    with CorpusWriter(BYTES if tokenizer is None else of_tokenizer(tokenizer), "text") as writer:
+        for path in text_files(paths):
+            with checks.readable(path):
+                for ids in _bytes_of(path) if tokenizer is None else _tokens_of(path, tokenizer):
+                    writer.extend(ids)
+            writer.end()
+        corpus = writer.finish()
     checks.not_empty(corpus.num_tokens, paths)
     return corpus
 
 
-def texts_corpus(texts: Iterator[str], tokenizer: "PreTrainedTokenizerBase | None" = None) -> Corpus:
+def texts_corpus(texts: Iterable[str], tokenizer: "PreTrainedTokenizerBase | None" = None) -> Corpus:
     """One sequence per text, wherever texts come from."""
-    writer = CorpusWriter(BYTES if tokenizer is None else of_tokenizer(tokenizer), "text")
-    for text in texts:
-        if tokenizer is None:
-            writer.add(np.frombuffer(text.encode(), np.uint8).astype(np.uint16) + len(SPECIALS))
-        else:
-            writer.add(_encode(tokenizer, text))
-    corpus = writer.finish()
+    with CorpusWriter(BYTES if tokenizer is None else of_tokenizer(tokenizer), "text") as writer:
+        for text in texts:
+            writer.add(_of_bytes(text.encode()) if tokenizer is None else _encode(tokenizer, text))
+        corpus = writer.finish()
     checks.not_empty(corpus.num_tokens, ["the texts"])
     return corpus
 
 
-def _pieces(path: Path) -> Iterator[str]:
+def _bytes_of(path: Path) -> Iterator[np.ndarray]:
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            yield _of_bytes(piece)
+
+
+def _of_bytes(piece: bytes) -> np.ndarray:
+    return np.frombuffer(piece, np.uint8).astype(np.uint16) + len(SPECIALS)
+
+
+def _tokens_of(path: Path, tokenizer: "PreTrainedTokenizerBase") -> Iterator[np.ndarray]:
     """Whole lines, about a million characters at a time, so that a long file needs little memory."""
     with path.open(encoding="utf-8") as file:
         while lines := file.readlines(PIECE):
-            yield "".join(lines)
+            yield _encode(tokenizer, "".join(lines))
 
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> np.ndarray:

@@ -79,6 +79,12 @@ class SubquadTrainer(Trainer):
             checkpoints.rotate(folder, self.keep)
         self._wait()
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Tied weights are saved once; anything else that is missing or left over makes another model."""
+        self.model.tie_weights()
+        tied = self.model.all_tied_weights_keys
+        runs.same_weights([key for key in load_result.missing_keys if key not in tied], load_result.unexpected_keys)
+
     def _wait(self) -> None:
         if dist.is_initialized():
             dist.barrier()

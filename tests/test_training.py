@@ -1,0 +1,401 @@
+"""Runs: resumed bit for bit, killed at any moment, refused with one clear error."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from processes import OPTIONS, quiet_train, weights
+from subquad import errors
+from subquad.data import load_proteins
+from subquad.data.samples import Samples
+from subquad.models import SubquadConfig, SubquadForCausalLM
+from subquad.testing import assert_close
+from subquad.training import TrainOptions, make_samples, model_folder
+from subquad.training import files as files_module
+from subquad.training.checkpoints import checkpoints, newest
+from subquad.training.metrics import MetricsFile, summary, token_statistics
+from subquad.training.muon import MuonAdamW, orthogonalised, split_parameters
+
+HERE = Path(__file__).parent
+SHORT = replace(OPTIONS, steps=6, save_every=2, eval_every=6, log_every=1)
+KINDS = {
+    "favor": SHORT,
+    "softmax": replace(SHORT, attention="softmax", attention_options={}, redraw_every=0),
+    "linear": replace(SHORT, attention="linear", attention_options={}, redraw_every=0, reversible=True),
+    "identity": replace(SHORT, attention="identity", attention_options={}, redraw_every=0, optimizer="adamw"),
+    "masked crops": replace(SHORT, objective="masked", layout="crops", batch_size=3, accumulate=2),
+    "mixed": replace(
+        SHORT, attention=["softmax", "favor"], attention_options=[{}, {"near": 16}], gradient_checkpointing=True
+    ),
+}
+
+
+def script(*arguments: object, timeout: int = 540) -> str:
+    command = [sys.executable, *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def stop_at(sample: int, monkeypatch: pytest.MonkeyPatch, number: int = signal.SIGTERM) -> None:
+    """The signal arrives while the given sample is fetched."""
+    fetch = Samples.__getitem__
+
+    def fetch_and_stop(self: Samples, index: int):
+        if index == sample and len(self) > 3:
+            os.kill(os.getpid(), number)
+        return fetch(self, index)
+
+    monkeypatch.setattr(Samples, "__getitem__", fetch_and_stop)
+
+
+# Resuming -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_interrupted_and_resumed_is_uninterrupted(
+    options: TrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = quiet_train(tmp_path / "whole", options)
+    with monkeypatch.context() as patch:
+        stop_at(3 * options.batch_size * options.accumulate, patch)
+        stopped = quiet_train(tmp_path / "run", options)
+    assert stopped.stopped_by == signal.SIGTERM
+    assert stopped.step == 3  # the loader fetches one sample ahead
+    assert not (tmp_path / "run" / "model").exists()
+    resumed = quiet_train(tmp_path / "run", options, resume=True)
+    assert (resumed.step, resumed.stopped_by) == (6, None)
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    assert resumed.metrics == whole.metrics
+    last = [newest(tmp_path / name / "checkpoints") for name in ("run", "whole")]
+    states = [torch.load(path / "optimizer.pt", weights_only=True)["state"] for path in last if path is not None]
+    for one, other in zip(states[0].values(), states[1].values(), strict=True):
+        assert all(torch.equal(torch.as_tensor(one[key]), torch.as_tensor(other[key])) for key in one)
+
+
+def test_seed_changes_everything_and_threads_nothing_else(tmp_path: Path) -> None:
+    options = replace(SHORT, steps=2)
+    runs = {seed: quiet_train(tmp_path / str(seed), replace(options, seed=seed)) for seed in (0, 1)}
+    again = quiet_train(tmp_path / "again", options)
+    assert again.metrics == runs[0].metrics
+    assert runs[1].metrics != runs[0].metrics
+
+
+def test_a_finished_run_can_be_resumed(tmp_path: Path) -> None:
+    first = quiet_train(tmp_path, SHORT)
+    before = weights(tmp_path)
+    second = quiet_train(tmp_path, SHORT, resume=True)
+    assert (second.step, second.metrics) == (6, first.metrics)
+    assert weights(tmp_path) == before
+
+
+def test_a_run_without_its_model_gets_it_from_the_last_checkpoint(tmp_path: Path) -> None:
+    quiet_train(tmp_path, SHORT)
+    before = weights(tmp_path)
+    files_module.remove(tmp_path / "model")
+    assert model_folder(tmp_path).name == "checkpoint-6"
+    quiet_train(tmp_path, SHORT, resume=True)
+    assert weights(tmp_path) == before
+
+
+def test_sigint_saves_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_at(2, monkeypatch, signal.SIGINT)
+    result = quiet_train(tmp_path, SHORT)
+    assert (result.stopped_by, result.step) == (signal.SIGINT, 2)
+    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["checkpoint-2"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+# Kills ----------------------------------------------------------------------------------------------------------------
+
+
+def test_three_kills(tmp_path: Path) -> None:
+    assert script(HERE / "kill_runs.py", 3, 1, tmp_path).startswith("3 kills")
+
+
+@pytest.mark.full
+def test_thirty_kills(tmp_path: Path) -> None:
+    assert script(HERE / "kill_runs.py", 30, 2, tmp_path).startswith("30 kills")
+
+
+def test_a_crash_in_the_middle_of_a_checkpoint(tmp_path: Path) -> None:
+    assert script(HERE / "crash_points.py", 14, 16, tmp_path).startswith("2 crashes")
+
+
+@pytest.mark.full
+def test_a_crash_at_every_file_operation(tmp_path: Path) -> None:
+    out = script(HERE / "crash_points.py", 1, 90, tmp_path, timeout=1200)
+    assert 60 < int(out.split()[0]) < 89, out  # the last ones come after the end of the run
+
+
+# What a run leaves ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_folder_holds_what_it_promises(tmp_path: Path) -> None:
+    result = quiet_train(tmp_path, SHORT, tensorboard=True)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *(
+            "run.json",
+            "metrics.jsonl",
+            "metrics.csv",
+            "loss.png",
+            "checkpoints",
+            "model",
+            "summary.json",
+            "tensorboard",
+        ),
+    }
+    assert json.loads((tmp_path / "summary.json").read_text())["metrics"] == result.metrics
+    header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert header.startswith("step,epoch,tokens,seconds,loss")
+    assert len(rows) == 7  # six steps, one evaluation
+    assert list((tmp_path / "tensorboard").iterdir())
+    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["checkpoint-4", "checkpoint-6"]
+    model = SubquadForCausalLM.from_pretrained(tmp_path / "model")
+    samples = make_samples(load_proteins().split(0.05)[1], SHORT)
+    totals = torch.zeros(3, dtype=torch.float64)
+    for i in range(SHORT.eval_samples):
+        batch = {name: tensor[None] for name, tensor in samples[i].items()}
+        with torch.no_grad():
+            totals += token_statistics(model(batch["input_ids"]).logits, batch["labels"], causal=True).double().sum(0)
+    assert result.metrics["eval_loss"] == pytest.approx(summary(totals)["loss"], rel=1e-6)
+
+
+def test_statistics_are_sums_over_targets() -> None:
+    logits, labels = torch.randn(2, 5, 7), torch.tensor([[1, 2, -100, 3, 4], [0, -100, -100, -100, 6]])
+    losses = torch.nn.functional.cross_entropy(logits[:, :-1].mT, labels[:, 1:], reduction="none")
+    got = token_statistics(logits, labels, causal=True)
+    assert_close(got[:, 0], losses.sum(-1), 1e-6)
+    assert got[:, 2].tolist() == [3, 1]
+    assert got[:, 1].tolist() == (logits[:, :-1].argmax(-1) == labels[:, 1:]).sum(-1).tolist()
+    assert token_statistics(logits, labels, causal=False)[:, 2].tolist() == [4, 2]
+
+
+def test_metrics_forget_what_comes_after(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path)
+    for step in (1, 2, 3):
+        file.append({"step": step})
+    with file.path.open("a") as raw:
+        raw.write('{"step": 4, "lo')  # cut short by a kill
+    assert [record["step"] for record in file.records()] == [1, 2, 3]
+    file.rewind(2)
+    assert [record["step"] for record in file.records()] == [1, 2]
+
+
+def test_redraw_happens_when_it_should(tmp_path: Path) -> None:
+    drawn = {}
+    for every in (0, 4):
+        quiet_train(tmp_path / str(every), replace(SHORT, redraw_every=every))
+        model = SubquadForCausalLM.from_pretrained(tmp_path / str(every) / "model")
+        drawn[every] = model.mechanisms()[0].weight
+    assert not torch.equal(drawn[0], drawn[4])
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    result = quiet_train(tmp_path, replace(SHORT, precision="bfloat16"))
+    assert 2 < result.metrics["eval_loss"] < 4
+
+
+# Processes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("reversible", [False, True])
+def test_two_processes_end_with_equal_weights(tmp_path: Path, reversible: bool) -> None:
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(29_700 + reversible)]
+    script(*launch, HERE / "two_ranks.py", tmp_path, int(reversible))
+    ranks = [torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True) for rank in (0, 1)]
+    for name, tensor in ranks[0].items():
+        assert torch.equal(tensor, ranks[1][name]), name
+    single = replace(SHORT, batch_size=2, dropout=0.0, reversible=reversible)
+    quiet_train(tmp_path / "single", single)
+    alone = SubquadForCausalLM.from_pretrained(tmp_path / "single" / "model").state_dict()
+    for name, tensor in ranks[0].items():
+        assert_close(tensor, alone[name], 1e-4, name)
+    evaluations = [MetricsFile(tmp_path / name).records()[-1]["eval_loss"] for name in ("run", "single")]
+    assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
+
+
+# Muon -----------------------------------------------------------------------------------------------------------------
+
+
+def test_muon_directions_are_nearly_orthogonal() -> None:
+    torch.manual_seed(0)
+    matrices = [torch.randn(20, 30), torch.randn(30, 20), torch.randn(20, 30) * 1e-6, torch.randn(20, 30) * 1e6]
+    for matrix, made in zip(matrices, orthogonalised(matrices), strict=True):
+        values = torch.linalg.svdvals(made) / (0.2 * 30**0.5)
+        assert 0.6 < values.min() <= values.max() < 1.3
+        u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+        assert (made * (u @ v)).sum() / made.norm() / (u @ v).norm() > 0.97
+    assert torch.equal(orthogonalised([torch.zeros(3, 4)])[0], torch.zeros(3, 4))
+
+
+def test_muon_takes_the_matrices_inside() -> None:
+    config = SubquadConfig(hidden_size=16, num_hidden_layers=1, tie_word_embeddings=False)
+    model = SubquadForCausalLM(config)
+    matrices, others = split_parameters(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert all("layers" in names[id(matrix)] for matrix in matrices)
+    assert len(matrices) == 7
+    assert {names[id(p)] for p in others} >= {"lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"}
+
+
+def test_muon_learns_and_saves() -> None:
+    torch.manual_seed(0)
+    model, target = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 3)), torch.randn(3, 6)
+    optimizer = MuonAdamW(model, 0.05)
+    x = torch.randn(64, 6)
+
+    def step() -> float:
+        loss = (model(x) - x @ target.T).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    first = step()
+    assert [step() for _ in range(200)][-1] < first / 20
+    saved = {"model": {k: v.clone() for k, v in model.state_dict().items()}, "optimizer": optimizer.state_dict()}
+    wanted = [step(), step()]
+    again = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 3))
+    again.load_state_dict(saved["model"])
+    model, optimizer = again, MuonAdamW(again, 0.05)
+    optimizer.load_state_dict(saved["optimizer"])
+    assert step() == wanted[0]
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+def message_of(call, folder: Path) -> str:
+    with pytest.raises(errors.SubquadError) as caught:
+        call()
+    return str(caught.value).replace(f"{folder}/", "").replace(str(folder), "FOLDER")
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("precious")
+    assert message_of(lambda: quiet_train(tmp_path, SHORT), tmp_path) == (
+        "FOLDER: is not empty; continue the run in it with --resume, or choose another folder"
+    )
+    assert message_of(lambda: quiet_train(tmp_path, SHORT, resume=True), tmp_path) == (
+        "FOLDER: is not a run (no run.json, but mine.txt); choose another folder"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_other_options_are_refused(tmp_path: Path) -> None:
+    quiet_train(tmp_path, replace(SHORT, steps=1))
+    assert message_of(lambda: quiet_train(tmp_path, replace(SHORT, steps=1, hidden=32), resume=True), tmp_path) == (
+        "FOLDER: was begun with other settings (hidden: 16 -> 32); resume with those of the run, or begin another"
+    )
+
+
+def test_damaged_checkpoints_are_seen(tmp_path: Path) -> None:
+    quiet_train(tmp_path, SHORT)
+    path = tmp_path / "checkpoints" / "checkpoint-6" / "optimizer.pt"
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:], b""):
+        path.write_bytes(damaged)
+        assert message_of(lambda: quiet_train(tmp_path, SHORT, resume=True), tmp_path) == (
+            "checkpoints/checkpoint-6: optimizer.pt is not what was written; "
+            "remove this checkpoint to continue from the one before"
+        )
+    path.unlink()
+    assert "optimizer.pt is missing" in message_of(lambda: quiet_train(tmp_path, SHORT, resume=True), tmp_path)
+    files_module.remove(path.parent)
+    assert quiet_train(tmp_path, SHORT, resume=True).step == 6
+
+
+def test_a_damaged_record_is_seen(tmp_path: Path) -> None:
+    quiet_train(tmp_path, replace(SHORT, steps=1))
+    (tmp_path / "run.json").write_text("{")
+    assert message_of(lambda: quiet_train(tmp_path, SHORT, resume=True), tmp_path).startswith(
+        "run.json: cannot be read"
+    )
+
+
+def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
+    options = replace(SHORT, learning_rate=1e30, warmup=0, save_every=1)
+    message = message_of(lambda: quiet_train(tmp_path, options), tmp_path)
+    assert message.startswith("train: the loss is nan at step 3; checkpoint-2 is kept; try a smaller learning rate")
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert message_of(lambda: quiet_train(tmp_path / "file" / "run", SHORT), tmp_path) == (
+        "file/run: cannot be written (Not a directory); nothing was lost"
+    )
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files may not exceed some kilobytes from the second checkpoint on, as on a full disk."""
+    monkeypatch.setattr(signal, "SIGXFSZ", signal.SIGXFSZ)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    fetch = Samples.__getitem__
+
+    def fetch_and_fill(self: Samples, index: int):
+        if index == 3 and len(self) > 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        return fetch(self, index)
+
+    monkeypatch.setattr(Samples, "__getitem__", fetch_and_fill)
+    try:
+        message = message_of(lambda: quiet_train(tmp_path, SHORT), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert message.startswith("checkpoints/checkpoint-4: cannot be written (")
+    assert message.endswith("nothing was lost")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-2"]
+    monkeypatch.setattr(Samples, "__getitem__", fetch)
+    assert quiet_train(tmp_path, SHORT, resume=True).step == 6
+
+
+ERRORS = {
+    "steps": ({"steps": 0}, "train: steps must be a whole number of at least 1, got 0"),
+    "rate": ({"learning_rate": -1.0}, "train: learning_rate must be a positive number, got -1.0"),
+    "layout": ({"layout": "crop"}, "train: layout must be one of windows, crops, got 'crop' (did you mean 'crops'?)"),
+    "redraw": (
+        {"attention": "softmax", "attention_options": {}},
+        "train: redraw_every=5, but no layer has random features; leave it out",
+    ),
+    "window": (
+        {"window": 3_000_000},
+        "samples: a window of 3,000,000 tokens is longer than the data, 1,734,854 with separators; "
+        "use a shorter window or more data",
+    ),
+    "held-out window": (
+        {"window": 1_000_000},
+        "samples: a window of 1,000,000 tokens is longer than the data, 84,415 with separators; "
+        "use a shorter window or more data",
+    ),
+    "attention": (
+        {"attention": "performer", "attention_options": {}},
+        "unknown attention 'performer'; known: softmax, identity, linear, favor",
+    ),
+}
+
+
+@pytest.mark.parametrize(("wrong", "message"), ERRORS.values(), ids=ERRORS)
+def test_wrong_options_leave_nothing_behind(wrong: dict, message: str, tmp_path: Path) -> None:
+    assert message_of(lambda: quiet_train(tmp_path / "run", replace(SHORT, **wrong)), tmp_path) == message
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_model(tmp_path: Path) -> None:
+    assert message_of(lambda: model_folder(tmp_path / "no"), tmp_path) == (
+        "no: does not exist; give a run folder or a model folder"
+    )
+    assert message_of(lambda: model_folder(tmp_path), tmp_path) == (
+        "FOLDER: holds no model (no config.json), nor is it a run with a checkpoint; "
+        "give a run folder or a model folder"
+    )
