@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOBS ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 
-.PHONY: help setup demo format lint types test test-full mutants bench docs clean
+.PHONY: help setup demo tour format lint types test test-full mutants bench docs clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -19,8 +19,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: $(READY)   ## a tour in the terminal, half a minute
-	$(BIN)/python examples/tour.py
+demo: $(READY)   ## train a protein model twice, exact and FAVOR, and compare; under five minutes
+	$(BIN)/subquad demo --out demo
+
+tour: $(READY)   ## accuracy, time and memory of the mechanisms in the terminal; half a minute
+	$(BIN)/python benchmarks/tour.py
 
 format: $(READY) ## rewrite the code in the project's style
 	$(BIN)/ruff format .
@@ -36,7 +39,7 @@ types: $(READY)  ## static types
 test: lint types ## lint, types and the test suite, a few minutes
 	$(BIN)/python -m pytest -m "not full" -n $(JOBS)
 
-test-full: test mutants ## everything: gradcheck, torch.compile, export, fuzzing, mutants
+test-full: test mutants ## everything: gradcheck, torch.compile, fuzzing, thirty kills, two processes, mutants
 	$(BIN)/python -m pytest -m full -n $(JOBS)
 
 mutants: $(READY) ## hand-made bugs, each of which must turn a test red
@@ -49,5 +52,5 @@ docs: $(READY)   ## check that every example in the documentation runs
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
 clean:           ## remove what the other commands made
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

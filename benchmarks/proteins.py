@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Train the same protein model with each mechanism.")
     parser.add_argument("fasta", type=Path, help="sequences to train on")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--window", type=int, default=4096)

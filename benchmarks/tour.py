@@ -1,4 +1,4 @@
-"""A tour of subquad in the terminal, about half a minute on two cores: `make demo`."""
+"""A tour of subquad in the terminal, about half a minute on two cores: `make tour`."""
 
 import time
 from collections.abc import Iterator

@@ -28,7 +28,7 @@ from subquad.data import (
     protein_tokenizer,
     read_fasta,
     texts_corpus,
-    unigram_loss,
+    unigram_baseline,
 )
 from subquad.data.vocabulary import AMBIGUOUS, AMINO_ACIDS, BYTES, GAP, PROTEIN
 
@@ -241,7 +241,8 @@ def test_samples_are_functions_of_seed_and_index(kind, objective: str) -> None:
     corpus = corpus_of([20] * 30)
     one, two, other = (kind(corpus, 16, objective=objective, seed=seed, total=200) for seed in (1, 1, 2))
     order = np.random.default_rng(0).permutation(200)
-    np.random.seed(3), torch.manual_seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
     shuffled = {int(i): one[int(i)] for i in order}
     differ = 0
     for index in range(200):
@@ -285,7 +286,9 @@ def test_unigram_baseline() -> None:
     total = sum(counts.values()) + PROTEIN.size - 3
     labels = np.concatenate([windows.tokens(i)[1:] for i in range(3)])
     wanted = -np.mean([np.log(counts[int(token)] / total) for token in labels])
-    assert unigram_loss(corpus, windows, 3) == pytest.approx(wanted, rel=1e-12)
+    baseline = unigram_baseline(corpus, windows, 3)
+    assert baseline.loss == pytest.approx(wanted, rel=1e-12)
+    assert baseline.accuracy == (labels == 4).mean()
 
 
 def test_images_are_whole() -> None:

@@ -1,6 +1,7 @@
 """`subquad.nn` against torch's own layers, and reversible stacks against plain ones."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -79,7 +80,8 @@ def test_encoder_layer_is_torchs(norm_first: bool, masked: bool) -> None:
         E, H, 32, batch_first=True, norm_first=norm_first, activation="gelu", attention="softmax"
     ).double()
     ours.load_state_dict(theirs.state_dict())
-    theirs.eval(), ours.eval()
+    theirs.eval()
+    ours.eval()
     real = ~padding if masked else torch.ones_like(padding)
     wanted = theirs(x, src_key_padding_mask=padding if masked else None)
     assert_close(ours(x, src_key_padding_mask=padding if masked else None)[real], wanted[real], 1e-12)
@@ -90,7 +92,7 @@ def test_encoder_layer_is_torchs(norm_first: bool, masked: bool) -> None:
 
 def test_torchs_fused_path_does_not_bypass_the_mechanism() -> None:
     """nn.TransformerEncoderLayer would compute exact attention from our weights at inference."""
-    layer = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True).eval()
+    layer: Any = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True).eval()
     exact = layer(x.float())
     layer.self_attn = MultiheadAttention.from_torch(layer.self_attn, "linear")
     with torch.no_grad():
@@ -121,19 +123,19 @@ def test_sinusoids_are_the_papers() -> None:
 # Reversible -----------------------------------------------------------------------------------------------------------
 
 
-def plain(x1: Tensor, x2: Tensor, blocks: nn.ModuleList, context: Context) -> tuple[Tensor, Tensor]:
+def plain(x1: Tensor, x2: Tensor, blocks: Any, context: Context) -> tuple[Tensor, Tensor]:
     for block in blocks:
         x1 = x1 + block.attend(x2, context)
         x2 = x2 + block.transform(x1)
     return x1, x2
 
 
-def stack(attention: str, dropout: float = 0.0, layers: int = 3) -> nn.ModuleList:
+def stack(attention: str, dropout: float = 0.0, layers: int = 3) -> Any:
     torch.manual_seed(3)
     return nn.ModuleList(Block(E, H, attention=attention, dropout=dropout, layer=i) for i in range(layers)).double()
 
 
-def gradients(run, blocks: nn.ModuleList, context: Context) -> list[Tensor]:
+def gradients(run, blocks: Any, context: Context) -> list[Any]:
     torch.manual_seed(4)
     inputs = [x.clone().requires_grad_(), (2 * x).requires_grad_()]
     out = run(*inputs, blocks, context)
@@ -180,7 +182,7 @@ def test_reversible_under_autocast() -> None:
     blocks = stack("favor").float()
     single = x.float()
 
-    def grads(run) -> list[Tensor]:
+    def grads(run) -> list[Any]:
         for parameter in blocks.parameters():
             parameter.grad = None
         with torch.autocast("cpu", dtype=torch.bfloat16):

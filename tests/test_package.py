@@ -12,10 +12,25 @@ import torch
 import subquad
 
 SOURCE = Path(subquad.__file__).parent
-HEAVY = ("transformers", "matplotlib", "typer", "rich", "pytest", "numpy.testing", "sympy.testing", "torch._inductor")
+HEAVY = (
+    "transformers",
+    "accelerate",
+    "Bio",
+    "matplotlib",
+    "typer",
+    "rich",
+    "PIL",
+    "pytest",
+    "numpy.testing",
+    "sympy.testing",
+    "torch._inductor",
+)
 
 # Each may import from itself and from what stands before it.
-LAYERS = ("errors", "checks", "features", "kernels", "mechanism", "mechanisms", "functional", "bench", "testing")
+LAYERS = (
+    *("errors", "checks", "features", "kernels", "mechanism", "mechanisms", "functional", "nn", "models", "data"),
+    *("bench", "training", "cli", "__main__", "testing"),
+)
 
 PUBLIC = {
     "MECHANISMS FavorAttention FeatureMap IdentityAttention LinearAttention Mechanism SoftmaxAttention State "
@@ -42,6 +57,12 @@ def test_import_is_light() -> None:
     loaded = run(program.format("import subquad")).split()
     assert [name for name in loaded if name.startswith(HEAVY)] == []
     assert "rich" in run(program.format("import subquad, rich")).split(), "this test cannot fail"
+
+
+def test_layers_need_torch_alone() -> None:
+    """`subquad.nn` works without any extra."""
+    program = "import torch, sys; before = set(sys.modules); import subquad.nn; print(*(set(sys.modules) - before))"
+    assert [name for name in run(program).split() if name.startswith(HEAVY)] == []
 
 
 def test_import_is_fast() -> None:

@@ -1,9 +1,13 @@
-"""The benchmark runs, in miniature, and writes what it promises."""
+"""Benchmarks and examples run, in miniature, and write what they promise."""
 
+import importlib
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import subquad
 
@@ -31,3 +35,58 @@ def test_benchmark_refuses_before_it_measures() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert done.stderr.splitlines()[-1] == f"attention.py: error: {message}"
+
+
+EXAMPLES = {
+    "swap_attention": (["--length", "200"], "2 layers -> softmax: output differs by 0.00 %"),
+    "train_proteins": (["--steps", "2", "--window", "256"], "sample: MKT"),
+    "digits": (["--steps", "2", "--output", "TMP/digits.png"], "bits per dimension"),
+    "long_text": (["TMP", "--steps", "2", "--window", "128", "--prompt", "So "], "bits per byte"),
+    "listops": (["--steps", "2", "--length", "40"], "always the commonest answer"),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_in_miniature(name: str, tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("So it goes. " * 300)
+    arguments, wanted = EXAMPLES[name]
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / f"{name}.py"),
+        *(a.replace("TMP", str(tmp_path)) for a in arguments),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert wanted in done.stdout
+
+
+def test_examples_are_short_and_all_run() -> None:
+    files = {path.stem: path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    assert set(files) == set(EXAMPLES)
+    assert all(len(text.splitlines()) < 80 for text in files.values())
+
+
+def test_listops_values_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    listops = importlib.import_module("listops")
+
+    def value(tokens: list[str]) -> int:
+        """By a stack, not by the tree they were made from."""
+        stack: list[list] = [[]]
+        for token in tokens:
+            if token.startswith("["):
+                stack.append([token[1:]])
+            elif token == "]":
+                name, *values = stack.pop()
+                middle = sorted(values)[len(values) // 2]
+                stack[-1].append({"MIN": min(values), "MAX": max(values), "MED": middle, "SM": sum(values) % 10}[name])
+            else:
+                stack[-1].append(int(token))
+        return stack[0][0]
+
+    chance = random.Random(3)
+    for _ in range(200):
+        tokens, wanted = listops.expression(chance, 120)
+        assert len(tokens) <= 120
+        assert value(tokens) == wanted

@@ -1,5 +1,15 @@
 """`python -m subquad`, the same as `subquad`."""
 
-from subquad.cli import run
+import sys
 
-run()
+
+def run() -> None:
+    try:
+        from subquad.cli import main
+    except ModuleNotFoundError as error:
+        sys.exit(f"subquad: error: the command line needs {error.name}; pip install 'subquad[cli]'")
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    run()

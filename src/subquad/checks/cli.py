@@ -63,11 +63,6 @@ def causal_model(path: Path, causal: bool) -> None:
         raise ConfigError(f"{path}: is a masked model, which cannot generate; train with --objective causal")
 
 
-def only_for(option: str, wanted: str, got: str) -> None:
-    if wanted != got:
-        raise ConfigError(f"{option}: is for {wanted} models, this one is for {got}")
-
-
 def sampling(temperature: float, top_k: int, top_p: float) -> None:
     if not temperature > 0:
         raise ConfigError(f"--temperature: must be positive, got {temperature}; --greedy takes the likeliest token")

@@ -158,9 +158,10 @@ def crop_length(length: int) -> None:
     count("samples", "window", length, minimum=2)
 
 
-def has_separator(sep: int | None, name: str) -> None:
+def separator(sep: int | None, name: str) -> int:
     if sep is None:
         raise ConfigError(f"{name}: the tokenizer has no token to separate documents (eos, sep or bos)")
+    return sep
 
 
 # Errors to raise ------------------------------------------------------------------------------------------------------

@@ -57,7 +57,3 @@ def main(arguments: list[str] | None = None) -> int:
 def _complain(message: str, code: int = 2) -> int:
     print(f"subquad: error: {' '.join(message.split())}", file=sys.stderr)
     return code
-
-
-def run() -> None:
-    sys.exit(main())

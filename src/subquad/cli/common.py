@@ -52,7 +52,7 @@ def load_model(path: Path, *, head: bool = True) -> Loaded:
     if config.domain != "image":
         place = folder if (folder / "tokenizer.json").exists() else None
         tokens = AutoTokenizer.from_pretrained(place) if place else default_tokenizer(config)
-    return Loaded(model, tokens, config.domain)
+    return Loaded(model, tokens, config.domain or "")
 
 
 def default_tokenizer(config: Any) -> Any:

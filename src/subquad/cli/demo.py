@@ -1,6 +1,7 @@
 """`subquad demo`: exact attention and FAVOR, the same small protein model, side by side."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +52,19 @@ def demo(
 
 def _train(name: str, folder: Path, steps: int, window: int) -> int:
     """In a process of its own, so that memory is its own too."""
-    model = ["--layers", "2", "--hidden", "128", "--heads", "4", "--attention", name, *MECHANISMS[name]]
+    model = [
+        "--layers",
+        "2",
+        "--hidden",
+        "128",
+        "--heads",
+        "4",
+        "--intermediate",
+        "256",
+        "--attention",
+        name,
+        *MECHANISMS[name],
+    ]
     schedule = ["--steps", str(steps), "--window", str(window), "--eval-every", "50", "--save-every", "50"]
     command = [sys.executable, "-m", "subquad", "train", "protein", "--resume", "--out", str(folder), *model, *schedule]
     return subprocess.run(command, check=False).returncode
@@ -76,12 +89,18 @@ def _table(results: dict[str, Any], costs: "dict[str, list[DecodeCost]]") -> "Ta
     table = Table("", "unigram", *results)
     for column in table.columns[1:]:
         column.justify = "right"
-    unigram = next(iter(results.values()))["unigram_loss"]
+    first = next(iter(results.values()))
     metrics = [result["metrics"] for result in results.values()]
     table.add_row(
-        "held-out perplexity", f"{2.718281828459045**unigram:.3f}", *(f"{m['eval_perplexity']:.3f}" for m in metrics)
+        "held-out perplexity",
+        f"{math.exp(first['unigram_loss']):.3f}",
+        *(f"{m['eval_perplexity']:.3f}" for m in metrics),
     )
-    table.add_row("held-out accuracy", "", *(f"{100 * m['eval_accuracy']:.2f} %" for m in metrics))
+    table.add_row(
+        "held-out accuracy",
+        f"{100 * first['unigram_accuracy']:.2f} %",
+        *(f"{100 * m['eval_accuracy']:.2f} %" for m in metrics),
+    )
     table.add_row("seconds per step", "", *(f"{result['seconds_per_step']:.3f}" for result in results.values()))
     table.add_row("peak memory, training", "", *(_megabytes(result["peak_memory"]) for result in results.values()))
     for place, context in enumerate(CONTEXTS):
@@ -97,8 +116,6 @@ def _megabytes(size: int | None) -> str:
 
 def _verdict(results: dict[str, Any], costs: "dict[str, list[DecodeCost]]") -> str:
     """What the table says, computed from it."""
-    import math
-
     unigram = math.exp(results["favor"]["unigram_loss"])
     exact, favor = (results[name]["metrics"]["eval_perplexity"] for name in ("softmax", "favor"))
     speed = results["softmax"]["seconds_per_step"] / results["favor"]["seconds_per_step"]

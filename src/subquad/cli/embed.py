@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -50,7 +50,7 @@ def _write_npz(output: Path, named: "list[Named]", vectors: "list[Tensor]", per_
     import numpy as np
     import torch
 
-    arrays = {"names": np.array([item.name for item in named])}
+    arrays: dict[str, Any] = {"names": np.array([item.name for item in named])}
     if per_token:
         arrays["lengths"] = np.array([len(item.ids) for item in named])
     arrays["embeddings"] = (torch.cat(vectors) if per_token else torch.stack(vectors)).numpy()

@@ -42,6 +42,7 @@ Layers = Annotated[int, _option("Layers.", MODEL)]
 Hidden = Annotated[int, _option("Width.", MODEL)]
 Heads = Annotated[int, _option("Attention heads.", MODEL)]
 KeyValueHeads = Annotated[int | None, _option("Fewer key heads than heads (grouped-query attention).", MODEL)]
+Intermediate = Annotated[int | None, _option("Width inside the MLP; four times the width unless given.", MODEL)]
 Positions = Annotated[str, _option("rotary, sinusoidal, learned or none.", MODEL)]
 Dropout = Annotated[float, _option("Dropout of residual branches.", MODEL)]
 Reversible = Annotated[bool, _option("Rebuild activations in backward instead of keeping them.", MODEL, "--reversible")]
@@ -69,7 +70,8 @@ EvalSamples = Annotated[int, _option("Held-out samples to evaluate.", DATA)]
 def _training_options(
     out: Out = Path("run"), resume: Resume = False, tensorboard: Tensorboard = False,
     attention: Attention = "favor", option: Options = [], layers: Layers = 4, hidden: Hidden = 128,  # noqa: B006
-    heads: Heads = 4, key_value_heads: KeyValueHeads = None, positions: Positions = "rotary", dropout: Dropout = 0.0,
+    heads: Heads = 4, key_value_heads: KeyValueHeads = None, intermediate: Intermediate = None,
+    positions: Positions = "rotary", dropout: Dropout = 0.0,
     reversible: Reversible = False, gradient_checkpointing: Checkpointing = False, redraw_every: RedrawEvery = 0,
     objective: Objective = "causal", steps: Steps = 500, batch_size: BatchSize = 1, accumulate: Accumulate = 1,
     optimizer: Optimizer = "muon", learning_rate: LearningRate = 0.01, warmup: Warmup = 20,

@@ -4,7 +4,7 @@ from subquad.data.corpus import Corpus, CorpusWriter
 from subquad.data.hub import hub_texts, is_hub_name
 from subquad.data.images import images_corpus, load_images
 from subquad.data.proteins import encode, load_proteins, read_fasta
-from subquad.data.samples import OBJECTIVES, Collator, Crops, Images, Samples, Windows, unigram_loss
+from subquad.data.samples import OBJECTIVES, Collator, Crops, Images, Samples, Unigram, Windows, unigram_baseline
 from subquad.data.text import load_text, texts_corpus
 from subquad.data.vocabulary import Vocabulary, byte_tokenizer, of_tokenizer, protein_tokenizer
 
@@ -16,6 +16,7 @@ __all__ = [
     "Crops",
     "Images",
     "Samples",
+    "Unigram",
     "Vocabulary",
     "Windows",
     "byte_tokenizer",
@@ -30,5 +31,5 @@ __all__ = [
     "protein_tokenizer",
     "read_fasta",
     "texts_corpus",
-    "unigram_loss",
+    "unigram_baseline",
 ]

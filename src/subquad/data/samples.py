@@ -6,6 +6,7 @@ resumed at sample i therefore goes on exactly as one that was never interrupted,
 
 from abc import ABC, abstractmethod
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -121,6 +122,7 @@ def mask_tokens(tokens: Tensor, vocabulary: Vocabulary, random: np.random.Genera
     labels, inputs = torch.full_like(tokens, IGNORED), tokens.clone()
     labels[chosen] = tokens[chosen]
     kind = random.random(len(chosen))
+    assert vocabulary.mask is not None
     inputs[chosen[kind < MASK_SHARE]] = vocabulary.mask
     replaced = chosen[(kind >= MASK_SHARE) & (kind < MASK_SHARE + RANDOM_SHARE)]
     ordinary = vocabulary.ordinary
@@ -146,15 +148,23 @@ class Collator:
         return batch
 
 
-def unigram_loss(train: Corpus, samples: Samples, count: int) -> float:
-    """Nats per token of the first `count` samples if tokens were drawn from their frequencies in `train` (plus one)."""
+class Unigram(NamedTuple):
+    """What a model knows that has counted tokens and nothing else. loss: nats per target."""
+
+    loss: float
+    accuracy: float
+
+
+def unigram_baseline(train: Corpus, samples: Samples, count: int) -> Unigram:
+    """On the targets of the first `count` samples, with the frequencies (plus one) of `train`."""
     vocabulary = train.vocabulary
     counts = np.ones(vocabulary.size)
     for sequence in train:
         counts += np.bincount(sequence, minlength=vocabulary.size)
     if not isinstance(samples, Images):
         counts[vocabulary.sep] += len(train)
-    log_probability = np.log(counts / counts.sum())
     first = 1 if samples.objective == "causal" else 0
     labels = np.concatenate([samples[i]["labels"][first:].numpy() for i in range(count)])
-    return float(-log_probability[labels[labels != IGNORED]].mean())
+    labels = labels[labels != IGNORED]
+    log_probability = np.log(counts / counts.sum())
+    return Unigram(float(-log_probability[labels].mean()), float((labels == counts.argmax()).mean()))

@@ -1,11 +1,11 @@
 """Token ids, and the fast tokenizers that go with a model: amino acids and bytes."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
 SPECIALS = ("<pad>", "<sep>", "<mask>", "<unk>")
 AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
@@ -41,13 +41,12 @@ def pixels(levels: int) -> Vocabulary:
     return _after_specials(levels)
 
 
-def of_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> Vocabulary:
+def of_tokenizer(tokenizer: Any) -> Vocabulary:
     """The vocabulary of any tokenizer; its end, separator or start token, the first there is, separates documents."""
     from subquad.checks import data as checks
 
     ids = (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id)
-    sep = next((i for i in ids if i is not None), None)
-    checks.has_separator(sep, tokenizer.name_or_path)
+    sep = checks.separator(next((i for i in ids if i is not None), None), tokenizer.name_or_path)
     pad = sep if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return Vocabulary(len(tokenizer), pad, sep, tokenizer.mask_token_id, range(len(tokenizer)))
 

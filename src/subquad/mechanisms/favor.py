@@ -158,7 +158,7 @@ class FavorAttention(RandomFeatures, Mechanism):
 
     name = "favor"
     cross_attention_advice = "use near=0 for cross-attention"
-    weight: Tensor
+    weight: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
         self,

@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 class Batch(NamedTuple):
-    """index: places in the original order. ids, mask `[B, T]`, padded on the right."""
+    """places: in the original order. ids, mask `[B, T]`, padded on the right."""
 
-    index: list[int]
+    places: list[int]
     ids: Tensor
     mask: Tensor
 
@@ -20,8 +20,8 @@ def batches_by_length(sequences: Sequence[Tensor], *, batch_tokens: int, pad: in
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
     while order:
         rows = max(1, batch_tokens // max(1, len(sequences[order[0]])))
-        index, order = order[:rows], order[rows:]
-        chosen = [sequences[i] for i in index]
+        places, order = order[:rows], order[rows:]
+        chosen = [sequences[i] for i in places]
         lengths = torch.tensor([len(sequence) for sequence in chosen])
         ids = torch.nn.utils.rnn.pad_sequence(chosen, True, pad)
-        yield Batch(index, ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long())
+        yield Batch(places, ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long())

@@ -97,7 +97,8 @@ class SubquadCache(Cache):
             self.length = self.length[index.to(self.length.device)]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
+        for layer in self.layers:
+            layer.reorder_cache(beam_idx)
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

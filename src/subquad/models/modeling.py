@@ -1,6 +1,6 @@
 """One Transformer for all mechanisms, as Hugging Face models."""
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,9 @@ class SubquadPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True  # the Trainer then hands over `num_items_in_batch`
-    _no_split_modules = ("Block",)
-    _keep_in_fp32_modules_strict: ClassVar = {"mechanism"}  # random features in half precision are other features
+    config: SubquadConfig
+    _no_split_modules = ["Block"]  # noqa: RUF012, transformers declares it so
+    _keep_in_fp32_modules_strict = {"mechanism"}  # noqa: RUF012, random features in half precision are other features
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -71,11 +72,9 @@ class SubquadModel(SubquadPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.embed_tokens = value
+    @property
+    def blocks(self) -> list[Block]:
+        return cast(list[Block], list(self.layers))
 
     def forward(
         self,
@@ -100,7 +99,7 @@ class SubquadModel(SubquadPreTrainedModel):
         rotary = self.config.positions == "rotary"
         turn = rotation(positions, self.config.head_size, self.config.rope_theta) if rotary else None
         x, hidden = self._run(x, Context(bool(self.config.causal), key_mask, turn), cache, bool(output_hidden_states))
-        out = BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache, hidden_states=hidden)
+        out = BaseModelOutputWithPast(cast(Any, x), cache, cast(Any, hidden))
         return out if return_dict is not False else out.to_tuple()
 
     def _cache(self, given: SubquadCache | None, use_cache: bool | None) -> SubquadCache | None:
@@ -136,7 +135,7 @@ class SubquadModel(SubquadPreTrainedModel):
         if self.config.reversible:
             return self._run_reversible(x, context, cache, keep_hidden)
         hidden = [x]
-        for block, layer in zip(self.layers, [None] * len(self.layers) if cache is None else cache.layers, strict=True):
+        for block, layer in zip(self.blocks, [None] * len(self.layers) if cache is None else cache.layers, strict=True):
             if layer is not None:
                 x, state = block.extend(x, context, layer.state)
                 layer.set(state, x.shape[1])
@@ -156,12 +155,12 @@ class SubquadModel(SubquadPreTrainedModel):
             raise checks.reversible_hides_states()
         x1 = x2 = x
         if cache is None:
-            x1, x2 = reversible(x1, x2, list(self.layers), context)
+            x1, x2 = reversible(x1, x2, self.blocks, context)
         else:
-            for block, layer in zip(self.layers, cache.layers, strict=True):
-                out, state = block.attention.extend(block.attention_norm(x2), context, layer.state)
+            for block, layer in zip(self.blocks, cache.layers, strict=True):
+                out, state = block.attend_next(x2, context, layer.state)
                 layer.set(state, x.shape[1])
-                x1 = x1 + block.dropout(out)
+                x1 = x1 + out
                 x2 = x2 + block.transform(x1)
         return self.norm((x1 + x2) / 2), None
 
@@ -193,7 +192,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
         torch.Size([1, 7])
     """
 
-    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012, as transformers declares it
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(checks.head_direction(config, "SubquadForCausalLM", causal=True))
@@ -231,9 +230,11 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
         )
         return result if return_dict is not False else result.to_tuple()
 
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
+    if TYPE_CHECKING:  # transformers types it for models of its own only
+
+        def generate(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any) -> None:  # pyright: ignore
         """transformers' hook that would make a cache of keys and values."""
         if generation_config.cache_implementation is not None:
             raise checks.cache_is_ours(generation_config.cache_implementation)
@@ -244,7 +245,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
 class SubquadForMaskedLM(SubquadPreTrainedModel):
     """Predicts masked tokens from both sides."""
 
-    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012, as transformers declares it
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(checks.head_direction(config, "SubquadForMaskedLM", causal=False))
@@ -281,9 +282,9 @@ class SubquadForSequenceClassification(SubquadPreTrainedModel):
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(config)
-        self.num_labels = config.num_labels
         self.model = SubquadModel(config)
-        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.num_labels = cast(int, config.num_labels)
+        self.score = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 
     def forward(
@@ -313,9 +314,9 @@ class SubquadForTokenClassification(SubquadPreTrainedModel):
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(config)
-        self.num_labels = config.num_labels
         self.model = SubquadModel(config)
-        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.num_labels = cast(int, config.num_labels)
+        self.score = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 
     def forward(

@@ -31,9 +31,9 @@ def log_likelihoods(
     begun = [torch.cat([torch.tensor([start]), sequence]) for sequence in sequences]
     for batch in batches_by_length(begun, batch_tokens=BATCH_TOKENS, pad=start):
         scores = _piecewise(model, batch)
-        for row, place in enumerate(batch.index):
+        for row, place in enumerate(batch.places):
             out[place] = scores[row, : len(sequences[place])]
-        progress(sum(len(sequences[place]) for place in batch.index))
+        progress(sum(len(sequences[place]) for place in batch.places))
     return out
 
 
@@ -96,8 +96,8 @@ def embeddings(
     begun = [torch.cat([torch.tensor([start]), sequence]) for sequence in sequences]
     for batch in batches_by_length(begun, batch_tokens=BATCH_TOKENS, pad=start):
         hidden = model(batch.ids.to(model.device), attention_mask=batch.mask.to(model.device)).last_hidden_state
-        for row, place in enumerate(batch.index):
+        for row, place in enumerate(batch.places):
             vectors = hidden[row, 1 : 1 + len(sequences[place])].float().cpu()
             out[place] = vectors.mean(0) if mean else vectors.clone()
-        progress(sum(len(sequences[place]) for place in batch.index))
+        progress(sum(len(sequences[place]) for place in batch.places))
     return out

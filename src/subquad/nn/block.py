@@ -59,6 +59,11 @@ class Block(nn.Module):
     def attend(self, x: Tensor, context: Context) -> Tensor:
         return self.dropout(self.attention(self.attention_norm(x), context))
 
+    def attend_next(self, x: Tensor, context: Context, state: State | None) -> tuple[Tensor, State]:
+        """The same for the next tokens of a sequence whose past is in `state`."""
+        out, state = self.attention.extend(self.attention_norm(x), context, state)
+        return self.dropout(out), state
+
     def transform(self, x: Tensor) -> Tensor:
         return self.dropout(self.mlp(self.mlp_norm(x)))
 
@@ -68,6 +73,6 @@ class Block(nn.Module):
 
     def extend(self, x: Tensor, context: Context, state: State | None) -> tuple[Tensor, State]:
         """The next tokens of a sequence whose past is in `state`."""
-        out, state = self.attention.extend(self.attention_norm(x), context, state)
-        x = x + self.dropout(out)
+        out, state = self.attend_next(x, context, state)
+        x = x + out
         return x + self.transform(x), state

@@ -62,7 +62,8 @@ class _Reversible(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad1: Tensor, grad2: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad1, grad2 = grad_outputs
         x1, x2 = ctx.saved_tensors
         parameter_grads: list[Tensor | None] = []
         kind, dtype, enabled = ctx.autocast

@@ -31,12 +31,14 @@ class MuonAdamW(Optimizer):
         super().__init__([group for group in groups if group["params"]], defaults)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             moved = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter, update in zip(moved, self._updates(group, moved), strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update.to(parameter.dtype), alpha=-group["lr"])
+        return loss
 
     def _updates(self, group: dict[str, Any], parameters: list[Tensor]) -> list[Tensor]:
         return self._muon(group, parameters) if group["muon"] else [self._adam(group, p) for p in parameters]

@@ -27,10 +27,11 @@ from subquad.data import (
     Crops,
     Images,
     Samples,
+    Unigram,
     Windows,
     byte_tokenizer,
     protein_tokenizer,
-    unigram_loss,
+    unigram_baseline,
 )
 from subquad.data.vocabulary import BYTES
 from subquad.models import SubquadForCausalLM, SubquadForMaskedLM
@@ -47,7 +48,7 @@ from subquad.training.trainer import SubquadTrainer
 class Result:
     """What came out; `summary.json` of the run.
 
-    metrics: of the last evaluation. unigram_loss: nats per token of a model that knows frequencies only.
+    metrics: of the last evaluation. unigram_*: of a model that knows frequencies only; nats per token.
     seconds_per_step, peak_memory (bytes above what the process held before): of the process that finished the run.
     stopped_by: the signal that ended the run early, None if it is complete.
     """
@@ -56,6 +57,7 @@ class Result:
     step: int
     metrics: dict[str, float]
     unigram_loss: float
+    unigram_accuracy: float
     unit: str
     seconds_per_step: float
     peak_memory: int | None
@@ -127,10 +129,17 @@ def train(
             memory = peak_memory(lambda: trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint)))
     finally:
         progress.stop()
-    final = _finish(trainer, metrics, folder, tokenizer, data.unigram_loss, unit, complete=stop.received is None)
+    final = _finish(trainer, metrics, folder, tokenizer, data.unigram, unit, complete=stop.received is None)
     result = Result(
-        *(str(folder), trainer.state.global_step, final, data.unigram_loss, unit),
-        *(speed.seconds_per_step, memory, stop.received),
+        folder=str(folder),
+        step=trainer.state.global_step,
+        metrics=final,
+        unigram_loss=data.unigram.loss,
+        unigram_accuracy=data.unigram.accuracy,
+        unit=unit,
+        seconds_per_step=speed.seconds_per_step,
+        peak_memory=memory,
+        stopped_by=stop.received,
     )
     if arguments.process_index == 0:
         write_atomically(folder / "summary.json", json.dumps(asdict(result), indent=2) + "\n")
@@ -141,7 +150,7 @@ def train(
 class _Data:
     train: Samples
     held_out: Samples
-    unigram_loss: float
+    unigram: Unigram
     samples_per_step: int
 
     @classmethod
@@ -151,7 +160,7 @@ class _Data:
         train = make_samples(training, options, total=options.steps * per_step)
         count = min(options.eval_samples, make_samples(held_out, options).per_epoch)
         evaluation = make_samples(held_out, options, total=count)
-        return cls(train, evaluation, unigram_loss(training, evaluation, count), per_step)
+        return cls(train, evaluation, unigram_baseline(training, evaluation, count), per_step)
 
     @property
     def tokens_per_step(self) -> int:
@@ -184,33 +193,35 @@ def _with_threads(options: TrainOptions, folder: Path, resume: bool) -> TrainOpt
 
 
 def _arguments(options: TrainOptions, folder: Path) -> TrainingArguments:
-    gpu = torch.cuda.is_available()
-    return TrainingArguments(
-        output_dir=str(folder / "checkpoints"),
-        max_steps=options.steps,
-        per_device_train_batch_size=options.batch_size,
-        per_device_eval_batch_size=options.batch_size,
-        gradient_accumulation_steps=options.accumulate,
-        gradient_checkpointing=options.gradient_checkpointing,
-        lr_scheduler_type=options.schedule,
-        warmup_steps=options.warmup,
-        max_grad_norm=options.clip,
-        bf16=options.precision == "bfloat16",
-        fp16=options.precision == "float16",
-        eval_strategy="steps",
-        eval_steps=options.eval_every,
-        save_steps=options.save_every,
-        logging_steps=options.log_every,
-        logging_nan_inf_filter=False,
-        seed=options.seed,
-        report_to="none",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        dataloader_pin_memory=gpu,
-        use_cpu=not gpu,
-        ddp_find_unused_parameters=False,
-        **({"ddp_backend": "gloo"} if not gpu and int(os.environ.get("WORLD_SIZE", "1")) > 1 else {}),
-    )
+    gpu, processes = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", "1"))
+    arguments: dict[str, Any] = {
+        "output_dir": str(folder / "checkpoints"),
+        "max_steps": options.steps,
+        "per_device_train_batch_size": options.batch_size,
+        "per_device_eval_batch_size": options.batch_size,
+        "gradient_accumulation_steps": options.accumulate,
+        "gradient_checkpointing": options.gradient_checkpointing,
+        "lr_scheduler_type": options.schedule,
+        "warmup_steps": options.warmup,
+        "max_grad_norm": options.clip,
+        "bf16": options.precision == "bfloat16",
+        "fp16": options.precision == "float16",
+        "eval_strategy": "steps",
+        "eval_steps": options.eval_every,
+        "save_steps": options.save_every,
+        "logging_steps": options.log_every,
+        "logging_nan_inf_filter": False,
+        "seed": options.seed,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": gpu,
+        "use_cpu": not gpu,
+        "ddp_find_unused_parameters": False,
+    }
+    if processes > 1 and not gpu:
+        arguments["ddp_backend"] = "gloo"
+    return TrainingArguments(**arguments)
 
 
 def _prepare(folder: Path, record: RunRecord, resume: bool) -> None:
@@ -256,20 +267,20 @@ def _finish(
     metrics: MetricsFile,
     folder: Path,
     tokenizer: PreTrainedTokenizerBase | None,
-    unigram: float,
+    unigram: Unigram,
     unit: str,
     *,
     complete: bool,
 ) -> dict[str, float]:
     """The last evaluation, table and plot; the model, if the run is complete."""
-    step = trainer.state.global_step
+    step, model = trainer.state.global_step, trainer.trained
     evaluated = [record for record in metrics.records() if record["step"] == step and "eval_loss" in record]
     final = trainer.evaluate() if complete and not evaluated else (evaluated or [{}])[-1]
     if trainer.args.process_index == 0:
         metrics.write_csv()
-        plot_losses({trainer.model.config.name: metrics.records()}, folder / "loss.png", unigram=unigram, unit=unit)
+        plot_losses({model.config.name: metrics.records()}, folder / "loss.png", unigram=unigram.loss, unit=unit)
         if complete:
-            save_model(trainer.model, tokenizer, folder / "model")
+            save_model(model, tokenizer, folder / "model")
     trainer._wait()
     return {name: value for name, value in final.items() if name.startswith("eval_")}
 
@@ -290,7 +301,7 @@ def _tokenizer(domain: str) -> PreTrainedTokenizerBase | None:
 def _tensorboard(folder: Path) -> Any:
     with checks.needs("tensorboard", "--tensorboard"):
         from torch.utils.tensorboard import SummaryWriter
-    from transformers.integrations import TensorBoardCallback
+    from transformers.integrations.integration_utils import TensorBoardCallback
 
     return TensorBoardCallback(SummaryWriter(str(folder / "tensorboard")))
 

@@ -1,7 +1,8 @@
 """The Hugging Face Trainer, with atomic checkpoints, a fixed data order and exact evaluation."""
 
+from collections.abc import Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,17 +27,25 @@ class SubquadTrainer(Trainer):
         self.keep = keep
         self._staging: Path | None = None
 
+    @property
+    def trained(self) -> Any:
+        return self.model
+
+    @property
+    def folder(self) -> Path:
+        return Path(str(self.args.output_dir))
+
     # Order ------------------------------------------------------------------------------------------------------------
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
-        return SequentialSampler(train_dataset or self.train_dataset)
+        return SequentialSampler(cast(Sized, train_dataset or self.train_dataset))
 
     # Loss -------------------------------------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not bool(torch.isfinite(loss)):
-            last = checkpoints.checkpoints(Path(self.args.output_dir))
+            last = checkpoints.checkpoints(self.folder)
             raise runs.loss_is_no_number(float(loss), self.state.global_step + 1, last[-1] if last else None)
         return loss
 
@@ -46,16 +55,16 @@ class SubquadTrainer(Trainer):
         """Loss and accuracy per target over all held-out samples, each counted once on however many ranks."""
         totals = torch.zeros(3, dtype=torch.float64)
         causal = self.eval_dataset.objective == "causal"
-        self.model.eval()
+        self.trained.eval()
         for batch in self.get_eval_dataloader(eval_dataset):
             batch = self._prepare_inputs(batch)
             labels = batch.pop("labels")
             with torch.no_grad(), self.compute_loss_context_manager():
-                logits = self.model(**batch).logits
-            statistics = self.accelerator.gather_for_metrics(token_statistics(logits, labels, causal=causal))
+                logits = self.trained(**batch).logits
+            statistics: Any = self.accelerator.gather_for_metrics(token_statistics(logits, labels, causal=causal))
             totals += statistics.double().sum(0).cpu()
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        self.model.train()
+        self.trained.train()
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in summary(totals).items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -68,7 +77,7 @@ class SubquadTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """The Trainer writes into a folder aside, on all ranks; then it gets its name in one step."""
-        folder, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
+        folder, name = self.folder, f"checkpoint-{self.state.global_step}"
         with staging_for(folder / name) as self._staging:
             super()._save_checkpoint(model, trial)
             self._wait()
@@ -81,8 +90,8 @@ class SubquadTrainer(Trainer):
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Tied weights are saved once; anything else that is missing or left over makes another model."""
-        self.model.tie_weights()
-        tied = self.model.all_tied_weights_keys
+        self.trained.tie_weights()
+        tied = self.trained.all_tied_weights_keys
         runs.same_weights([key for key in load_result.missing_keys if key not in tied], load_result.unexpected_keys)
 
     def _wait(self) -> None:
