@@ -290,7 +290,15 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     assert message_of(lambda: quiet_train(tmp_path, SHORT, resume=True), tmp_path) == (
         "FOLDER: is not a run (no run.json, but mine.txt); choose another folder"
     )
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.txt"}
+
+
+def test_two_writers_are_refused(tmp_path: Path) -> None:
+    with files_module.locked(tmp_path):
+        assert message_of(lambda: quiet_train(tmp_path, SHORT), tmp_path) == (
+            "FOLDER: another process is training in this folder; wait for it, or choose another"
+        )
+    assert quiet_train(tmp_path, replace(SHORT, steps=1)).step == 1
 
 
 def test_other_options_are_refused(tmp_path: Path) -> None:

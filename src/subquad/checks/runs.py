@@ -96,6 +96,10 @@ def damaged(folder: Path, name: str, *, missing: bool) -> CheckpointError:
     return CheckpointError(f"{folder}: {name} {what}; remove this checkpoint to continue from the one before")
 
 
+def in_use(folder: Path) -> CheckpointError:
+    return CheckpointError(f"{folder}: another process is training in this folder; wait for it, or choose another")
+
+
 def no_model(path: Path) -> CheckpointError:
     what = "holds no model (no config.json), nor is it a run with a checkpoint" if path.exists() else "does not exist"
     return CheckpointError(f"{path}: {what}; give a run folder or a model folder")

@@ -3,7 +3,8 @@
 from subquad.training.callbacks import Redraw
 from subquad.training.checkpoints import model_folder
 from subquad.training.options import TrainOptions
-from subquad.training.run import Result, make_samples, save_model, train, unit_of
+from subquad.training.run import Result, save_model, train
+from subquad.training.setup import make_samples, unit_of
 from subquad.training.trainer import SubquadTrainer
 
 __all__ = [

@@ -10,6 +10,11 @@ from pathlib import Path
 
 from subquad.checks import runs
 
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None
+
 STAGING = ".writing-"
 MANIFEST = "files.json"
 
@@ -63,6 +68,22 @@ def remove(folder: Path) -> None:
         doomed = folder.with_name(f"{STAGING}{folder.name}-removed")
         folder.rename(doomed)
         shutil.rmtree(doomed)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """This process alone writes to the folder; the system unlocks it when the process ends, however it ends."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise runs.in_use(folder) from error
+    finally:
+        os.close(handle)
 
 
 def sweep(folder: Path) -> list[str]:

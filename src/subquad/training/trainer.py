@@ -80,13 +80,13 @@ class SubquadTrainer(Trainer):
         folder, name = self.folder, f"checkpoint-{self.state.global_step}"
         with staging_for(folder / name) as self._staging:
             super()._save_checkpoint(model, trial)
-            self._wait()
+            self.wait()
             if self.args.should_save:
                 publish(self._staging / name, folder / name)
         self._staging = None
         if self.args.should_save:
             checkpoints.rotate(folder, self.keep)
-        self._wait()
+        self.wait()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Tied weights are saved once; anything else that is missing or left over makes another model."""
@@ -94,6 +94,6 @@ class SubquadTrainer(Trainer):
         tied = self.trained.all_tied_weights_keys
         runs.same_weights([key for key in load_result.missing_keys if key not in tied], load_result.unexpected_keys)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         if dist.is_initialized():
             dist.barrier()

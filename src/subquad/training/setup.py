@@ -1,0 +1,188 @@
+"""What a run is made of: samples, model, optimiser, arguments of the Trainer, a folder."""
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
+
+from subquad import checks
+from subquad.checks import runs
+from subquad.data import (
+    Corpus,
+    Crops,
+    Images,
+    Samples,
+    Unigram,
+    Windows,
+    byte_tokenizer,
+    protein_tokenizer,
+    unigram_baseline,
+)
+from subquad.data.vocabulary import BYTES
+from subquad.models import SubquadForCausalLM, SubquadForMaskedLM
+from subquad.training import checkpoints
+from subquad.training.callbacks import feature_seed
+from subquad.training.files import locked, sweep
+from subquad.training.metrics import MetricsFile
+from subquad.training.muon import MuonAdamW, split_parameters
+from subquad.training.options import RunRecord, TrainOptions
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Training and held-out samples, and what a model without any attention would make of the latter."""
+
+    train: Samples
+    held_out: Samples
+    unigram: Unigram
+    samples_per_step: int
+
+    @classmethod
+    def of(cls, corpus: Corpus, options: TrainOptions, processes: int) -> "RunData":
+        training, held_out = corpus.split(options.validation)
+        per_step = options.batch_size * options.accumulate * processes
+        train = make_samples(training, options, total=options.steps * per_step)
+        count = min(options.eval_samples, make_samples(held_out, options).per_epoch)
+        evaluation = make_samples(held_out, options, total=count)
+        return cls(train, evaluation, unigram_baseline(training, evaluation, count), per_step)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.samples_per_step * self.train.length
+
+
+def make_samples(corpus: Corpus, options: TrainOptions, *, total: int | None = None) -> Samples:
+    """Samples of the layout and objective that the options ask for; images are always whole."""
+    common: dict[str, Any] = {"objective": options.objective, "seed": options.seed, "total": total}
+    if corpus.domain == "image":
+        return Images(corpus, **common)
+    kind = Windows if options.layout == "windows" else Crops
+    return kind(corpus, options.window, **common)
+
+
+def unit_of(corpus: Corpus) -> str:
+    """What a token is."""
+    if corpus.domain == "text":
+        return "byte" if corpus.vocabulary == BYTES else "token"
+    return {"protein": "residue", "image": "dim"}[corpus.domain]
+
+
+def with_threads(options: TrainOptions, folder: Path, resume: bool) -> TrainOptions:
+    """Settles the number of threads: that of the run, the given one, or torch's."""
+    path = folder / "run.json"
+    stored = RunRecord.load(path).options.threads if resume and path.exists() else None
+    threads = options.threads or stored or torch.get_num_threads()
+    torch.set_num_threads(threads)
+    return replace(options, threads=threads)
+
+
+def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments:
+    gpu, processes = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", "1"))
+    arguments: dict[str, Any] = {
+        "output_dir": str(folder / "checkpoints"),
+        "max_steps": options.steps,
+        "per_device_train_batch_size": options.batch_size,
+        "per_device_eval_batch_size": options.batch_size,
+        "gradient_accumulation_steps": options.accumulate,
+        "gradient_checkpointing": options.gradient_checkpointing,
+        "lr_scheduler_type": options.schedule,
+        "warmup_steps": options.warmup,
+        "max_grad_norm": options.clip,
+        "bf16": options.precision == "bfloat16",
+        "fp16": options.precision == "float16",
+        "eval_strategy": "steps",
+        "eval_steps": options.eval_every,
+        "save_steps": options.save_every,
+        "logging_steps": options.log_every,
+        "logging_nan_inf_filter": False,
+        "seed": options.seed,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": gpu,
+        "use_cpu": not gpu,
+        "ddp_find_unused_parameters": False,
+    }
+    if processes > 1 and not gpu:
+        arguments["ddp_backend"] = "gloo"
+    return TrainingArguments(**arguments)
+
+
+def build_model(corpus: Corpus, options: TrainOptions) -> SubquadForCausalLM | SubquadForMaskedLM:
+    vocabulary = corpus.vocabulary
+    config = options.config(
+        vocab_size=vocabulary.size,
+        pad_token_id=vocabulary.pad,
+        bos_token_id=vocabulary.sep,
+        eos_token_id=vocabulary.sep,
+        domain=corpus.domain,
+        image_shape=None if corpus.image_shape is None else list(corpus.image_shape),
+    )
+    set_seed(options.seed)
+    model = (SubquadForCausalLM if options.objective == "causal" else SubquadForMaskedLM)(config)
+    drawn = model.redraw(feature_seed(options.seed, 0))
+    runs.something_to_redraw(options.redraw_every, drawn)
+    return model
+
+
+def build_optimizer(model: Any, options: TrainOptions) -> torch.optim.Optimizer:
+    if options.optimizer == "muon":
+        return MuonAdamW(model, options.learning_rate, weight_decay=options.weight_decay)
+    matrices, vectors = split_parameters(model)
+    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, options.learning_rate, betas=(0.9, 0.95))
+
+
+def default_tokenizer(domain: str) -> PreTrainedTokenizerBase | None:
+    return {"protein": protein_tokenizer, "text": byte_tokenizer}[domain]() if domain != "image" else None
+
+
+def tensorboard_callback(folder: Path) -> Any:
+    with checks.needs("tensorboard", "--tensorboard"):
+        from torch.utils.tensorboard import SummaryWriter
+    from transformers.integrations.integration_utils import TensorBoardCallback
+
+    return TensorBoardCallback(SummaryWriter(str(folder / "tensorboard")))
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {
+        name: version(name) for name in ("subquad", "torch", "transformers")
+    }
+
+
+@contextmanager
+def opened(folder: Path, record: RunRecord, resume: bool, arguments: TrainingArguments) -> Iterator[Path | None]:
+    """The folder as this run's alone; yields the checkpoint to continue from, if there is one."""
+    if arguments.process_index:
+        dist.barrier()
+        yield checkpoints.newest(folder / "checkpoints")
+        return
+    runs.writable_folder(folder)
+    with locked(folder):
+        _prepare(folder, record, resume)
+        checkpoint = checkpoints.newest(folder / "checkpoints")
+        MetricsFile(folder).rewind(0 if checkpoint is None else checkpoints.step_of(checkpoint))
+        if dist.is_initialized():
+            dist.barrier()
+        yield checkpoint
+
+
+def _prepare(folder: Path, record: RunRecord, resume: bool) -> None:
+    """Makes the folder a run's, or makes sure that it is this run's."""
+    path = folder / "run.json"
+    sweep(folder)
+    sweep(folder / "checkpoints")
+    if resume and path.exists():
+        runs.same_run(folder, RunRecord.load(path).differences(record))
+        return
+    runs.free_folder(folder, resume)
+    record.save(path)
