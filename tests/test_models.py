@@ -320,7 +320,7 @@ def test_log_likelihoods(options: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     assert sum(done) == 2 * sum(map(len, sequences))
 
 
-def test_pseudo_log_likelihoods() -> None:
+def test_pseudo_log_likelihoods(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = make(SubquadForMaskedLM), random_ids(11)
     exact = pseudo_log_likelihoods(model, [ids], start=1, mask=2, passes=None)[0]
     for place in range(11):
@@ -328,7 +328,13 @@ def test_pseudo_log_likelihoods() -> None:
         hidden[0, 1 + place] = 2
         wanted = model(hidden).logits[0, 1 + place].float().log_softmax(-1)[ids[place]]
         assert_close(exact[place], wanted, 1e-5)
-    few = pseudo_log_likelihoods(model, [ids, ids[:2]], start=1, mask=2, passes=4)
+    done: list[int] = []
+    few = pseudo_log_likelihoods(model, [ids, ids[:2]], start=1, mask=2, passes=4, progress=done.append)
+    assert sum(done) == 13
+    for small in (1, 30):  # batches of one row, of a few
+        monkeypatch.setattr(scoring_module, "BATCH_TOKENS", small)
+        again = pseudo_log_likelihoods(model, [ids, ids[:2]], start=1, mask=2, passes=4)
+        assert_close(torch.cat(again), torch.cat(few), 1e-5)
     assert [len(scores) for scores in few] == [11, 2]
     assert torch.isfinite(torch.cat(few)).all()
     assert_close(few[1], pseudo_log_likelihoods(model, [ids[:2]], start=1, mask=2, passes=None)[0], 1e-6)

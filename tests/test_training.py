@@ -94,7 +94,7 @@ def test_a_finished_run_can_be_resumed(tmp_path: Path) -> None:
     first = quiet_train(tmp_path, SHORT)
     before = weights(tmp_path)
     second = quiet_train(tmp_path, SHORT, resume=True)
-    assert (second.step, second.metrics) == (6, first.metrics)
+    assert second == first  # timings included: nothing was done again
     assert weights(tmp_path) == before
 
 

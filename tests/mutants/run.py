@@ -10,11 +10,13 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from core_mutants import CORE
+from model_mutants import MODELS
+from mutant import Mutant
 from rich.console import Console
 from rich.progress import Progress
 
-from mutants import MUTANTS, Mutant
-
+MUTANTS = (*CORE, *MODELS)
 ROOT = Path(__file__).parent.parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full"]
 

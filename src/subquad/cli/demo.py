@@ -101,13 +101,17 @@ def _table(results: dict[str, Any], costs: "dict[str, list[DecodeCost]]") -> "Ta
         f"{100 * first['unigram_accuracy']:.2f} %",
         *(f"{100 * m['eval_accuracy']:.2f} %" for m in metrics),
     )
-    table.add_row("seconds per step", "", *(f"{result['seconds_per_step']:.3f}" for result in results.values()))
+    table.add_row("seconds per step", "", *(_seconds(result["seconds_per_step"]) for result in results.values()))
     table.add_row("peak memory, training", "", *(_megabytes(result["peak_memory"]) for result in results.values()))
     for place, context in enumerate(CONTEXTS):
         rows = [cost[place] for cost in costs.values()]
         table.add_row(f"decoding at {context:,}", "", *(f"{row.tokens_per_second:,.0f} tokens/s" for row in rows))
         table.add_row(f"cache at {context:,}", "", *(_megabytes(row.cache_bytes) for row in rows))
     return table
+
+
+def _seconds(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3f}"
 
 
 def _megabytes(size: int | None) -> str:
@@ -118,12 +122,13 @@ def _verdict(results: dict[str, Any], costs: "dict[str, list[DecodeCost]]") -> s
     """What the table says, computed from it."""
     unigram = math.exp(results["favor"]["unigram_loss"])
     exact, favor = (results[name]["metrics"]["eval_perplexity"] for name in ("softmax", "favor"))
-    speed = results["softmax"]["seconds_per_step"] / results["favor"]["seconds_per_step"]
     near, far = costs["favor"]
+    times = [results[name]["seconds_per_step"] for name in ("softmax", "favor")]
+    step = f"A training step with favor takes 1/{times[0] / times[1]:.2f} of the time. " if None not in times else ""
     return (
         f"Perplexity below the unigram baseline: exact {100 * (1 - exact / unigram):.1f} %, "
         f"favor {100 * (1 - favor / unigram):.1f} %; favor against exact: {100 * (favor / exact - 1):+.2f} %.\n"
-        f"A training step with favor takes 1/{speed:.2f} of the time. Its decoding at {far.context:,} tokens takes "
+        f"{step}Its decoding at {far.context:,} tokens takes "
         f"{far.timing.median / near.timing.median:.2f} times what it takes at {near.context:,}."
     )
 

@@ -1,6 +1,6 @@
 """How likely a model finds a sequence, and the vectors it makes of it; any length, batched by length."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -71,20 +71,35 @@ def pseudo_log_likelihoods(
     `passes` forward passes hide every passes-th token at a time (8: about the 15 % of training). None hides one token
     at a time, the textbook definition, in T passes.
     """
-    out = []
-    for sequence in sequences:
-        count = len(sequence) if passes is None else min(passes, len(sequence))
-        scores = torch.empty(len(sequence))
-        for first in range(count):
-            hidden = torch.arange(first, len(sequence), count)
-            ids = torch.cat([torch.tensor([start]), sequence])
-            ids[1 + hidden] = mask
-            logits = model(ids[None].to(model.device)).logits[0, 1 + hidden]
-            targets = sequence[hidden, None].to(logits.device)
-            scores[hidden] = logits.float().log_softmax(-1).gather(-1, targets)[:, 0].cpu()
-        progress(len(sequence))
-        out.append(scores)
+    out = [torch.empty(len(sequence)) for sequence in sequences]
+    for jobs in _masked_batches(sequences, passes):
+        width = 1 + max(len(sequences[place]) for place, _ in jobs)
+        ids, real = torch.full((len(jobs), width), start), torch.zeros(len(jobs), width, dtype=torch.long)
+        for row, (place, hidden) in enumerate(jobs):
+            ids[row, 1 : 1 + len(sequences[place])] = sequences[place]
+            ids[row, 1 + hidden] = mask
+            real[row, : 1 + len(sequences[place])] = 1
+        logits = model(ids.to(model.device), attention_mask=real.to(model.device)).logits.cpu()
+        for row, (place, hidden) in enumerate(jobs):
+            targets = sequences[place][hidden, None]
+            out[place][hidden] = logits[row, 1 + hidden].float().log_softmax(-1).gather(-1, targets)[:, 0]
+            progress(len(hidden))
     return out
+
+
+def _masked_batches(sequences: Sequence[Tensor], passes: int | None) -> Iterator[list[tuple[int, Tensor]]]:
+    """(sequence, positions to hide) pairs, similar lengths together, about BATCH_TOKENS tokens each."""
+    batch: list[tuple[int, Tensor]] = []
+    for place in sorted(range(len(sequences)), key=lambda i: -len(sequences[i])):
+        length = len(sequences[place])
+        count = length if passes is None else min(passes, length)
+        for first in range(count):
+            batch.append((place, torch.arange(first, length, count)))
+            if len(batch) * (1 + len(sequences[batch[0][0]])) >= BATCH_TOKENS:
+                yield batch
+                batch = []
+    if batch:
+        yield batch
 
 
 @torch.inference_mode()

@@ -84,8 +84,8 @@ class Speed(TrainerCallback):
         self.steps += 1
 
     @property
-    def seconds_per_step(self) -> float:
-        return self.seconds / max(self.steps, 1)
+    def seconds_per_step(self) -> float | None:
+        return self.seconds / self.steps if self.steps else None
 
     @property
     def tokens_per_second(self) -> float:

@@ -88,5 +88,13 @@ def draw_losses(axes: Any, curves: dict[str, list[dict[str, Any]]], *, unigram: 
                 axes.plot(*zip(*points, strict=True), color=f"C{number}", label=label, **style)
     if unigram is not None:
         axes.axhline(unigram, color="grey", linestyle="--", label="unigram")
+    _zoom(axes, [record["eval_loss"] for records in curves.values() for record in records if "eval_loss" in record])
     axes.set(xlabel="step", ylabel=f"nats per {unit}", title="loss; thin: training, marked: held out")
     axes.legend()
+
+
+def _zoom(axes: Any, held_out: list[float]) -> None:
+    """The steep first steps may leave the picture: what is compared stays large."""
+    bottom, top = axes.get_ylim()
+    if len(held_out) > 1:
+        axes.set_ylim(bottom, min(top, max(held_out) + 0.5 * (max(held_out) - bottom)))

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallb
 from transformers.utils.logging import disable_progress_bar
 
 from subquad.bench import peak_memory
+from subquad.checks import runs
 from subquad.data import Collator, Corpus
 from subquad.training.callbacks import Recorder, Redraw, RichProgress, Speed, StopOnSignal
 from subquad.training.files import publish, staging_for, write_atomically
@@ -35,13 +36,16 @@ from subquad.training.setup import (
 )
 from subquad.training.trainer import SubquadTrainer
 
+SUMMARY = "summary.json"
+
 
 @dataclass(frozen=True)
 class Result:
     """What came out; `summary.json` of the run.
 
     metrics: of the last evaluation. unigram_*: of a model that knows frequencies only; nats per token.
-    seconds_per_step, peak_memory (bytes above what the process held before): of the process that finished the run.
+    seconds_per_step, peak_memory (bytes above what the process held before): of the process that finished
+        the run; None if it did no step.
     stopped_by: the signal that ended the run early, None if it is complete.
     """
 
@@ -51,13 +55,23 @@ class Result:
     unigram_loss: float
     unigram_accuracy: float
     unit: str
-    seconds_per_step: float
+    seconds_per_step: float | None
     peak_memory: int | None
     stopped_by: int | None
 
     @property
     def unigram_perplexity(self) -> float:
         return math.exp(self.unigram_loss)
+
+    @classmethod
+    def of_finished(cls, folder: Path) -> "Result | None":
+        """What a complete run has left: nothing is to be done again."""
+        path = folder / SUMMARY
+        if not path.exists() or not (folder / "model").exists():
+            return None
+        with runs.readable_record(path):
+            stored = cls(**json.loads(path.read_text()))
+        return stored if stored.stopped_by is None else None
 
 
 def train(
@@ -85,6 +99,8 @@ def train(
     record = RunRecord(options, corpus.domain, corpus.fingerprint, versions())
     watch = _Watch.over(folder, data, options, console)
     with opened(folder, record, resume, arguments) as checkpoint:
+        if (done := Result.of_finished(folder)) is not None:
+            return done
         trainer = SubquadTrainer(
             model=model,
             args=arguments,
@@ -161,7 +177,7 @@ def _finish(
         plot_losses(curves, folder / "loss.png", unigram=data.unigram.loss, unit=result.unit)
         if complete:
             save_model(trainer.trained, tokenizer, folder / "model")
-        write_atomically(folder / "summary.json", json.dumps(asdict(result), indent=2) + "\n")
+        write_atomically(folder / SUMMARY, json.dumps(asdict(result), indent=2) + "\n")
     trainer.wait()
     return result
 

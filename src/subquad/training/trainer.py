@@ -83,6 +83,7 @@ class SubquadTrainer(Trainer):
             self.wait()
             if self.args.should_save:
                 publish(self._staging / name, folder / name)
+            self.wait()  # nobody clears away before that
         self._staging = None
         if self.args.should_save:
             checkpoints.rotate(folder, self.keep)

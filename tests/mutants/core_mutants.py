@@ -1,14 +1,6 @@
-"""Hand-made bugs. Each replaces one piece of text in the package, and the tests named with it must turn red."""
+"""Hand-made bugs of features, kernels and mechanisms."""
 
-from typing import NamedTuple
-
-
-class Mutant(NamedTuple):
-    name: str
-    path: str  # below src/subquad
-    old: str
-    new: str
-    tests: str  # arguments of pytest
+from mutant import Mutant
 
 
 def contract(words: str) -> str:
@@ -29,7 +21,7 @@ SWEEP, FULL, FAVOR_PROBLEM = "kernels/favor/sweep.py", "kernels/favor/full.py", 
 LINEAR, OPS = "kernels/linear.py", "kernels/ops.py"
 STATE, FAVOR = "mechanisms/favor_state.py", "mechanisms/favor.py"
 
-MUTANTS = (
+CORE = (
     # random features
     Mutant(
         "QR without the sign fix",
