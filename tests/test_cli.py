@@ -3,6 +3,7 @@
 import csv
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,7 +149,9 @@ def test_generated_proteins(runs: dict[str, Path], tmp_path: Path, capsys: pytes
     out = tmp_path / "new.fasta"
     assert main([*base, "--length", "90", "--endless", "--output", str(out)]) == 0
     shown = capsys.readouterr()
-    streamed = shown.out.replace("\n", "")
+    assert shown.out == ""
+    assert main([*base, "--length", "90", "--endless"]) == 0
+    streamed = capsys.readouterr().out.replace("\n", "")
     assert [sequence for _, sequence in read_fasta(out)] == [streamed]
     assert len(streamed) == 93
     assert re.search(r"tokens/s", shown.err)
@@ -176,6 +179,7 @@ def test_text_and_images(runs: dict[str, Path], tmp_path: Path, capsys: pytest.C
         == 0
     )
     assert (tmp_path / "a.txt").read_text().startswith("Once é")
+    assert main(["generate", str(runs["text"]), "--prompt", "Once é", "--length", "8"]) == 0
     assert capsys.readouterr().out.startswith("Once é")
     assert main(["score", str(runs["text"]), str(runs["books"]), "--output", str(tmp_path / "t.csv")]) == 0
     assert len(rows_of(tmp_path / "t.csv")) == 3
@@ -215,6 +219,61 @@ def test_layers_can_differ(tmp_path: Path) -> None:
     assert [m.name for m in load_model(tmp_path / "run").model.mechanisms()] == ["softmax", "favor"]
 
 
+def test_resuming_needs_no_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    train("protein", out, *FAVOR)
+    assert main(["train", "protein", "--out", str(out), "--resume"]) == 0
+    assert main(["train", "protein", "--out", str(out), "--resume", "--hidden", "64"]) == 2
+    assert "was begun with other settings (hidden: 16 -> 64)" in capsys.readouterr().err
+
+
+def test_defaults_are_those_of_the_library() -> None:
+    import inspect
+
+    from subquad.cli.train import _training_options
+    from subquad.training import TrainOptions
+
+    options = TrainOptions()
+    for name, parameter in inspect.signature(_training_options).parameters.items():
+        if hasattr(options, name):
+            assert getattr(options, name) == parameter.default, name
+
+
+@pytest.mark.parametrize("damage", ["weights", "config", "tokenizer", "layers", "start"])
+def test_damaged_models_are_refused(
+    damage: str, runs: dict[str, Path], fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(runs["causal"] / "model", tmp_path / "model")
+    (tmp_path / "model" / "files.json").unlink()  # as if it came from elsewhere, without checksums
+    config = tmp_path / "model" / "config.json"
+    if damage == "weights":
+        (tmp_path / "model" / "model.safetensors").write_bytes(b"nonsense")
+    elif damage == "config":
+        config.write_text("[]")
+    elif damage == "tokenizer":
+        (tmp_path / "model" / "tokenizer.json").write_text("{")
+    elif damage == "layers":
+        config.write_text(config.read_text().replace('"num_hidden_layers": 1', '"num_hidden_layers": 2'))
+    else:
+        config.write_text(config.read_text().replace('"bos_token_id": 1', '"bos_token_id": 1000'))
+    assert main(["score", str(tmp_path / "model"), str(fasta)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_changed_models_are_seen(runs: dict[str, Path], fasta: Path, tmp_path: Path, capsys) -> None:
+    shutil.copytree(runs["causal"] / "model", tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert main(["score", str(tmp_path / "model"), str(fasta)]) == 2
+    assert "model.safetensors is not what was written" in capsys.readouterr().err
+
+
+def test_several_samples_without_a_file_are_printed(runs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(runs["causal"]), "--num", "2", "--length", "5"]) == 0
+    assert capsys.readouterr().out.count(">generated_") == 2
+
+
 def test_sigterm_from_outside(tmp_path: Path) -> None:
     """The process saves, says how to go on, and exits as a stopped process does."""
     command = [sys.executable, "-m", "subquad", "train", "protein", "--out", str(tmp_path / "run"), *TINY, *FAVOR]
@@ -247,7 +306,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "tokenizer": (["train", "text", "BOOKS", "--tokenizer", "no/such"], "--tokenizer no/such: cannot be loaded ("),
     "model": (["generate", "nothing"], "nothing: does not exist; give a run folder or a model folder"),
     "masked": (["generate", "MASKED"], "is a masked model, which cannot generate; train with --objective causal"),
-    "temperature": (["generate", "MODEL", "--temperature", "0"], "--temperature: must be positive, got 0.0"),
+    "temperature": (["generate", "MODEL", "--temperature", "0"], "--temperature: must lie between 0.01 and 100"),
     "top-p": (["generate", "MODEL", "--top-p", "2"], "--top-p: must lie above 0 and at most at 1, got 2.0"),
     "top-k": (["generate", "MODEL", "--top-k", "-1"], "--top-k: must be at least 0 (off), got -1"),
     "length": (["generate", "MODEL", "--length", "0"], "--length: must be at least 1, got 0"),
@@ -256,7 +315,11 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "image length": (["generate", "IMAGE", "--length", "3"], "--length: an image has as many pixels as it has"),
     "suffix": (["generate", "MODEL", "--output", "x.png"], "--output: must end in .fasta or .fa, got 'x.png'"),
     "folder": (["embed", "MODEL", "FASTA", "--output", "no/x.npz"], "--output no/x.npz: there is no folder no"),
-    "passes": (["score", "MODEL", "FASTA", "--passes", "0"], "--passes: must be at least 1, got 0"),
+    "num": (["generate", "MODEL", "--num", "0"], "--num: must be at least 1, got 0"),
+    "seed": (["generate", "MODEL", "--seed", "99999999999"], "--seed: seed must be below 2**32"),
+    "exact": (["score", "MODEL", "FASTA", "--exact"], "--exact and --passes are for masked models; this one is causal"),
+    "csv": (["score", "MODEL", "FASTA", "--output", "x.tsv"], "--output: must end in .csv, got 'x.tsv'"),
+    "passes": (["score", "MASKED", "FASTA", "--passes", "0"], "--passes: must be at least 1, got 0"),
     "levels": (["train", "image", "IMAGES", "--levels", "1"], "images: levels must be a whole number of at least 2"),
     "hub": (["train", "text", "hf:a", "hf:b"], "train text: give one hub dataset alone, got hf:a hf:b"),
 }  # fmt: skip

@@ -191,6 +191,22 @@ def test_split_of_few_sequences_holds_out_their_ends() -> None:
     assert np.array_equal(np.concatenate([train[0], held_out[0]]), corpus[0])
 
 
+def test_images_are_held_out_whole() -> None:
+    train, held_out = images_corpus(np.arange(5 * 9).reshape(5, 3, 3) % 7, levels=7).split(0.05)
+    assert {len(image) for image in [*train, *held_out]} == {9}
+    assert (len(train), len(held_out)) == (4, 1)
+
+
+def test_byte_order_marks_and_unicode_names(tmp_path: Path) -> None:
+    (tmp_path / "bom.fasta").write_bytes("\ufeff>é one\r\nMKV\r\n".encode())
+    assert list(read_fasta(tmp_path / "bom.fasta")) == [("é", "MKV")]
+
+
+def test_random_replacements_are_no_specials() -> None:
+    vocabulary = of_tokenizer(byte_tokenizer())
+    assert vocabulary.ordinary == tuple(range(4, 260))
+
+
 def test_no_window_crosses_the_split() -> None:
     corpus = corpus_of([30] * 100)
     train, held_out = corpus.split(0.2)
@@ -268,6 +284,13 @@ def test_masking_is_berts() -> None:
     assert abs(hidden - 0.8) < 0.015
     assert abs(kept - (0.1 + 0.1 / 20)) < 0.015
     assert set(inputs[asked & (inputs != 2)].tolist()) <= set(range(4, 24))
+
+
+def test_evaluation_hides_every_target() -> None:
+    windows = Windows(corpus_of([400] * 30), 512, objective="masked", seed=0, evaluation=True)
+    for i in range(5):
+        sample = windows[i]
+        assert (sample["input_ids"][sample["labels"] != -100] == 2).all()
 
 
 def test_collator_pads_and_masks() -> None:
@@ -368,6 +391,15 @@ ERRORS = {
         "images: levels must be at most 4, got 9",
     ),
     "no PNG": (load_images, ": there is no PNG image to read"),
+    "copies of one": (
+        lambda _: corpus_from([np.array([4, 5], np.uint8)] * 25).split(0.1),
+        "validation: the data cannot be split, 0 sequences to train on and 25 held out; "
+        "there is too little of it, or all sequences are copies of one",
+    ),
+    "cut header": (
+        lambda f: load_images(write(f, "short", struct.pack(">4BI", 0, 0, 8, 3, 1))),
+        "short: cannot be read (unpack requires a buffer of 12 bytes)",
+    ),
     "fraction": (lambda _: corpus_of([5]).split(1.5), "validation: the share must lie between 0 and 1, got 1.5"),
     "objective": (
         lambda _: Windows(corpus_of([9]), 4, objective="mlm", seed=0),
@@ -399,6 +431,14 @@ def test_npz_and_folder_errors(tmp_path: Path) -> None:
     (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04nonsense")
     with pytest.raises(errors.DataError, match="compressed data is damaged"):
         load_images(tmp_path / "bad.npz")
+    for content in (b"some text", (tmp_path / "none.npz").read_bytes()[:40]):
+        (tmp_path / "bad.npz").write_bytes(content)
+        with pytest.raises(errors.DataError, match=r"bad\.npz: "):
+            load_images(tmp_path / "bad.npz")
+    (tmp_path / "deep").mkdir()
+    Image.fromarray(np.full((2, 2), 300, np.uint16)).save(tmp_path / "deep" / "x.png")
+    with pytest.raises(errors.DataError, match="has more than 8 bits per channel"):
+        load_images(tmp_path / "deep")
     for name, size in (("a", 2), ("b", 3)):
         Image.fromarray(np.zeros((size, 2), np.uint8)).save(tmp_path / f"{name}.png")
     with pytest.raises(errors.DataError, match=r"b.png: is \[3, 2\], but a.png is \[2, 2\]; all images need one size"):

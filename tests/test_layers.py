@@ -90,6 +90,13 @@ def test_encoder_layer_is_torchs(norm_first: bool, masked: bool) -> None:
     assert torch.equal(ours(x, is_causal=True), causal)
 
 
+def test_torchs_other_arguments() -> None:
+    layer = MultiheadAttention(16, 2, device="cpu", dtype=torch.float64)
+    assert layer.in_proj_weight.dtype == torch.float64
+    made = TransformerEncoderLayer(16, 2, activation=torch.tanh, dtype=torch.float64)(x.transpose(0, 1))
+    assert made.shape == (T, B, E)
+
+
 def test_torchs_fused_path_does_not_bypass_the_mechanism() -> None:
     """nn.TransformerEncoderLayer would compute exact attention from our weights at inference."""
     layer: Any = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True).eval()

@@ -284,6 +284,30 @@ def test_hidden_states_and_embeddings() -> None:
     assert torch.equal(model(ids, position_ids=torch.arange(6)[None]).last_hidden_state, out.last_hidden_state)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [SubquadForCausalLM, SubquadForMaskedLM, SubquadForSequenceClassification, SubquadForTokenClassification],
+    ids=lambda kind: kind.__name__,
+)
+def test_every_head_trains_with_the_trainer(kind: Any, tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    ids = random_ids(4, 6)
+    labels: Any = {SubquadForSequenceClassification: [0, 1, 1, 0], SubquadForTokenClassification: ids % 2}.get(
+        kind, ids
+    )
+    data = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
+    options: dict[str, Any] = {
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    arguments = TrainingArguments(output_dir=str(tmp_path), max_steps=2, **options)
+    trainer = Trainer(make(kind, dtype=torch.float32), arguments, train_dataset=data)  # pyright: ignore
+    assert trainer.train().global_step == 2
+
+
 def test_pipelines() -> None:
     tokenizer = protein_tokenizer()
     options = {"vocab_size": len(tokenizer), "dtype": torch.float32}
@@ -382,6 +406,28 @@ ERRORS = {
         lambda: SubquadConfig(positions="rotari"),
         "SubquadConfig: positions must be one of rotary, sinusoidal, learned, none, got 'rotari' "
         "(did you mean 'rotary'?)",
+    ),
+    "odd width": (
+        lambda: SubquadConfig(hidden_size=15, num_attention_heads=3, positions="sinusoidal"),
+        "SubquadConfig: positions='sinusoidal' needs an even hidden_size, got 15",
+    ),
+    "theta": (lambda: SubquadConfig(rope_theta=0.0), "SubquadConfig: rope_theta must be positive, got 0.0"),
+    "options that are no dict": (
+        lambda: make(attention_options=[1, 2]),
+        "SubquadConfig: each of attention_options must be a dict, got 1",
+    ),
+    "head_dim among the options": (
+        lambda: make(attention_options={"head_dim": 3}),
+        "favor: head_dim is settled by the layer; leave it out of the options",
+    ),
+    "option of the layer": (
+        lambda: make(attention="linear", attention_options={"layer": 3}),
+        "linear: unknown option 'layer'; options: feature_map, num_features, coupling, num_heads, scale, seed, "
+        "backend, chunk",
+    ),
+    "no tokens": (
+        lambda: log_likelihoods(make(), [torch.zeros(0, dtype=torch.long)], start=1),
+        "sequence 0: must be a vector of at least one token id, got [0]",
     ),
     "dropout": (
         lambda: SubquadConfig(dropout=1.0),

@@ -1,6 +1,7 @@
 """Runs: resumed bit for bit, killed at any moment, refused with one clear error."""
 
 import json
+import math
 import os
 import resource
 import signal
@@ -21,7 +22,7 @@ from subquad.testing import assert_close
 from subquad.training import TrainOptions, make_samples, model_folder
 from subquad.training import files as files_module
 from subquad.training.checkpoints import checkpoints, newest
-from subquad.training.metrics import MetricsFile, summary, token_statistics
+from subquad.training.metrics import MetricsFile, token_statistics
 from subquad.training.muon import MuonAdamW, orthogonalised, split_parameters
 
 HERE = Path(__file__).parent
@@ -167,7 +168,8 @@ def test_a_run_folder_holds_what_it_promises(tmp_path: Path) -> None:
         batch = {name: tensor[None] for name, tensor in samples[i].items()}
         with torch.no_grad():
             totals += token_statistics(model(batch["input_ids"]).logits, batch["labels"], causal=True).double().sum(0)
-    assert result.metrics["eval_loss"] == pytest.approx(summary(totals)["loss"], rel=1e-6)
+    assert result.metrics["eval_loss"] == pytest.approx(float(totals[0] / totals[2]), rel=1e-6)
+    assert result.metrics["eval_perplexity"] == pytest.approx(math.exp(result.metrics["eval_loss"]))
 
 
 def test_statistics_are_sums_over_targets() -> None:
@@ -198,6 +200,19 @@ def test_redraw_happens_when_it_should(tmp_path: Path) -> None:
         model = SubquadForCausalLM.from_pretrained(tmp_path / str(every) / "model")
         drawn[every] = model.mechanisms()[0].weight
     assert not torch.equal(drawn[0], drawn[4])
+
+
+def test_fine_tuning_begins_with_given_weights(tmp_path: Path) -> None:
+    quiet_train(tmp_path / "base", SHORT)
+    tuned = replace(SHORT, init=str(tmp_path / "base"), learning_rate=1e-12, warmup=0, redraw_every=0, dropout=0.0)
+    quiet_train(tmp_path / "tuned", tuned)
+    base, after = (SubquadForCausalLM.from_pretrained(tmp_path / n / "model").state_dict() for n in ("base", "tuned"))
+    for name, tensor in base.items():
+        assert_close(after[name], tensor, 1e-6, name)
+    wrong = replace(tuned, hidden=32)
+    message = message_of(lambda: quiet_train(tmp_path / "wrong", wrong), tmp_path)
+    assert message.startswith("base/model: does not fit the model to be trained (")
+    assert not (tmp_path / "wrong").exists()
 
 
 def test_bfloat16(tmp_path: Path) -> None:
@@ -370,6 +385,11 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 ERRORS = {
     "steps": ({"steps": 0}, "train: steps must be a whole number of at least 1, got 0"),
+    "infinite rate": ({"learning_rate": math.inf}, "train: learning_rate must be a positive number, got inf"),
+    "decay": ({"weight_decay": -1.0}, "train: weight_decay must be a number of at least 0, got -1.0"),
+    "seed": ({"seed": 2**32}, "train: seed must be below 2**32, got 4294967296"),
+    "threads": ({"threads": 100_000}, "train: threads must be at most 1024, got 100000"),
+    "float16": ({"precision": "float16"}, "train: precision='float16' needs a GPU; use bfloat16 or float32"),
     "rate": ({"learning_rate": -1.0}, "train: learning_rate must be a positive number, got -1.0"),
     "layout": ({"layout": "crop"}, "train: layout must be one of windows, crops, got 'crop' (did you mean 'crops'?)"),
     "redraw": (
@@ -383,8 +403,8 @@ ERRORS = {
     ),
     "held-out window": (
         {"window": 1_000_000},
-        "samples: a window of 1,000,000 tokens is longer than the data, 84,415 with separators; "
-        "use a shorter window or more data",
+        "samples: a window of 1,000,000 tokens is longer than the held-out data, 84,415 with separators; "
+        "use a shorter window, or hold out a larger share than 0.05",
     ),
     "attention": (
         {"attention": "performer", "attention_options": {}},

@@ -88,17 +88,10 @@ MODELS = (
         tests("models", "stay_float32"),
     ),
     Mutant(
-        "loading draws features anew",
-        "models/modeling.py",
-        "if isinstance(module, RandomFeatures) and not loaded:",
-        "if isinstance(module, RandomFeatures):",
-        tests("models", "saved_models or stay_float32"),
-    ),
-    Mutant(
         "all layers share their features",
         "nn/self_attention.py",
-        "return 1000 * seed + layer",
-        "return 1000 * seed",
+        "return derived_seed(seed, layer)",
+        "return derived_seed(seed)",
         tests("models", "features_of_their_own"),
     ),
     Mutant(
@@ -167,11 +160,11 @@ MODELS = (
         tests("training", "damaged_checkpoints"),
     ),
     Mutant(
-        "the second rank's features differ",
+        "redrawn features are always the same",
         "training/callbacks.py",
-        "return seed * 1_000_003 + step",
-        "return seed * 1_000_003 + step + os.getpid()",
-        tests("training", "seed_changes_everything"),
+        "return derived_seed(seed, step)",
+        "return derived_seed(seed)",
+        tests("training", "redraw_happens"),
     ),
     Mutant(
         "signals are ignored",

@@ -31,7 +31,7 @@ def decode_costs(
     the machine hits all of them. `model` is any causal model of `subquad.models`."""
     caches = [model(tokens[None, :size], use_cache=True).past_key_values for size in contexts]
     samples: list[list[float]] = [[] for _ in contexts]
-    sizes = [0] * len(contexts)
+    sizes = [cache.nbytes() for cache in caches]
     for repeat in range(repeats + 1):  # the first warms up
         for place, cache in enumerate(caches):
             cache = copy.deepcopy(cache)
@@ -40,6 +40,5 @@ def decode_costs(
                 model(tokens[None, i : i + 1], past_key_values=cache, use_cache=True)
             if repeat:
                 samples[place].append((time.perf_counter() - begun) / new_tokens)
-            sizes[place] = cache.nbytes()
     results = zip(contexts, samples, sizes, strict=True)
     return [DecodeCost(context, Timing(tuple(times)), size) for context, times, size in results]

@@ -254,7 +254,9 @@ def optional_count(op: str, name: str, value: Any, minimum: int = 1) -> int | No
 
 
 def seed(op: str, value: Any) -> int:
-    return count(op, "seed", value, minimum=0)
+    if count(op, "seed", value, minimum=0) >= 2**32:
+        raise ConfigError(f"{op}: seed must be below 2**32, got {value}")
+    return value
 
 
 def scale(op: str, value: Any, head_dim: int) -> float:
@@ -294,7 +296,7 @@ def option_names(name: str, given: Iterable[str], known: Sequence[str]) -> None:
 
 def guess(value: Any, known: Sequence[str]) -> str:
     longer = [name for name in known if name.startswith(str(value))]
-    near = longer or difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
+    near = longer or difflib.get_close_matches(str(value), known, n=1, cutoff=0.6)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 

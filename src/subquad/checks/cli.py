@@ -6,16 +6,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from subquad.errors import CheckpointError, ConfigError, DataError
+from subquad.checks import seed as checked_seed
+from subquad.errors import CheckpointError, ConfigError, DataError, SubquadError
 
 
 @contextmanager
 def loadable(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        if isinstance(error, (CheckpointError, ConfigError)):
-            raise
+    except SubquadError:
+        raise
+    except Exception as error:  # a damaged folder has many ways to fail
         raise CheckpointError(f"{folder}: no model can be loaded from it ({_first_line(error)})") from error
 
 
@@ -23,11 +24,38 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def subquad_model(folder: Path, model_type: str, domain: str | None) -> None:
-    if model_type != "subquad":
-        raise CheckpointError(f"{folder}: is a {model_type!r} model; the command line runs models trained by subquad")
-    if domain not in ("protein", "text", "image"):
+def subquad_model(folder: Path, config: Any) -> None:
+    if config.model_type != "subquad":
+        raise CheckpointError(
+            f"{folder}: is a {config.model_type!r} model; the command line runs models trained by subquad"
+        )
+    if config.domain not in ("protein", "text", "image"):
         raise CheckpointError(f"{folder}: does not say whether it is for protein, text or image; set config.domain")
+    if not isinstance(config.bos_token_id, int) or not 0 <= config.bos_token_id < config.vocab_size:
+        raise CheckpointError(
+            f"{folder}: bos_token_id must lie in the vocabulary of {config.vocab_size}, got {config.bos_token_id}"
+        )
+
+
+def whole_model(folder: Path, report: Any, allowed: str | None) -> None:
+    """Weights that are missing would be random, weights left over mean another model."""
+    missing = sorted(report["missing_keys"])
+    left_over = sorted(key for key in report["unexpected_keys"] if not (allowed and key.startswith(allowed)))
+    if missing or left_over or report["mismatched_keys"]:
+        wrong = [*missing, *left_over, *map(str, report["mismatched_keys"])]
+        raise CheckpointError(f"{folder}: the weights are not those of the config ({', '.join(wrong[:3])} ...)")
+
+
+def image_shape(path: Path, shape: Any, wanted: Any) -> None:
+    if wanted is not None and list(shape) != list(wanted):
+        raise DataError(f"{path}: images are {list(shape)}, the model is for {list(wanted)}")
+
+
+def utf8_prompt(prompt: str) -> bytes:
+    try:
+        return prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError("--prompt: is not valid text (UTF-8)") from error
 
 
 def byte_model(vocab_size: int, byte_size: int) -> None:
@@ -64,8 +92,10 @@ def causal_model(path: Path, causal: bool) -> None:
 
 
 def sampling(temperature: float, top_k: int, top_p: float) -> None:
-    if not temperature > 0:
-        raise ConfigError(f"--temperature: must be positive, got {temperature}; --greedy takes the likeliest token")
+    if not 0.01 <= temperature <= 100:
+        raise ConfigError(
+            f"--temperature: must lie between 0.01 and 100, got {temperature}; --greedy takes the likeliest token"
+        )
     if top_k < 0:
         raise ConfigError(f"--top-k: must be at least 0 (off), got {top_k}")
     if not 0 < top_p <= 1:
@@ -114,3 +144,12 @@ def positive_count(option: str, value: int) -> int:
     if value < 1:
         raise ConfigError(f"{option}: must be at least 1, got {value}")
     return value
+
+
+def generate_seed(seed: int) -> int:
+    return checked_seed("--seed", seed)
+
+
+def only_for_masked(exact: bool, passes: int | None, causal: bool) -> None:
+    if causal and (exact or passes is not None):
+        raise ConfigError("score: --exact and --passes are for masked models; this one is causal")

@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -12,14 +13,17 @@ from typing import Any
 import numpy as np
 
 from subquad.checks import choice, count, guess
-from subquad.errors import ConfigError, DataError
+from subquad.errors import ConfigError, DataError, SubquadError
 
 
 def readable_file(path: Path) -> None:
     if not path.exists():
         folder = path.parent
-        names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
-        raise DataError(f"{path}: no such file{guess(path.name, names)}")
+        names = {p.stem: p.name for p in folder.iterdir()} if folder.is_dir() else {}
+        near = guess(path.stem, list(names))
+        raise DataError(
+            f"{path}: no such file" + (near and guess(path.name, [names[s] for s in names if repr(s) in near]))
+        )
     if path.is_dir():
         raise DataError(f"{path}: is a folder, a file is needed")
     if not os.access(path, os.R_OK):
@@ -37,6 +41,10 @@ def readable(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); train on bytes") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (ValueError, TypeError, struct.error) as error:
+        if isinstance(error, SubquadError):
+            raise
+        raise DataError(f"{path}: cannot be read ({error})") from error
 
 
 def some_files(found: Sequence[Path], asked: Sequence[Any], kind: str = "file") -> None:
@@ -63,7 +71,7 @@ def has_residues(path: Path, name: str, sequence: str) -> None:
 
 def image_array(images: np.ndarray, levels: int, of: int) -> None:
     count("images", "levels", levels, minimum=2)
-    if images.ndim not in (3, 4) or not len(images) or not np.issubdtype(images.dtype, np.integer):
+    if images.ndim not in (3, 4) or 0 in images.shape or not np.issubdtype(images.dtype, np.integer):
         raise DataError(
             f"images: must be whole numbers [N, H, W] or [N, H, W, C], got {images.dtype} {list(images.shape)}"
         )
@@ -90,6 +98,11 @@ def one_image_array(path: Path, names: Sequence[str]) -> None:
         raise DataError(f"{path}: has no array [N, H, W] or [N, H, W, C]")
     if len(names) > 1 and "images" not in names:
         raise DataError(f"{path}: has several arrays ({', '.join(names)}); call one of them 'images'")
+
+
+def eight_bit(path: Path, mode: str) -> None:
+    if mode.startswith(("I", "F")):
+        raise DataError(f"{path}: has more than 8 bits per channel (mode {mode}); convert it to 8-bit PNG")
 
 
 def same_size(path: Path, shape: Sequence[int], first: Path, first_shape: Sequence[int]) -> None:
@@ -139,6 +152,14 @@ def split_fraction(fraction: float) -> None:
         raise ConfigError(f"validation: the share must lie between 0 and 1, got {fraction}")
 
 
+def both_sides(train: int, held_out: int) -> None:
+    if not train or not held_out:
+        raise DataError(
+            f"validation: the data cannot be split, {train} sequences to train on and {held_out} held out; "
+            "there is too little of it, or all sequences are copies of one"
+        )
+
+
 def objective(name: str, mask: int | None) -> None:
     choice("samples", "objective", name, ("causal", "masked"))
     if name == "masked" and mask is None:
@@ -151,6 +172,14 @@ def window_fits(length: int, tokens: int) -> None:
         raise DataError(
             f"samples: a window of {length:,} tokens is longer than the data, {tokens:,} with separators; "
             "use a shorter window or more data"
+        )
+
+
+def held_out_window_fits(length: int, tokens: int, share: float) -> None:
+    if length > tokens:
+        raise DataError(
+            f"samples: a window of {length:,} tokens is longer than the held-out data, {tokens:,} with separators; "
+            f"use a shorter window, or hold out a larger share than {share}"
         )
 
 

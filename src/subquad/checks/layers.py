@@ -22,6 +22,12 @@ def heads(hidden_size: int, num_heads: int, key_heads: int, head_dim: int | None
         )
 
 
+def no_head_dim(name: str, options: dict[str, Any]) -> None:
+    for option in ("head_dim", "name"):
+        if option in options:
+            raise ConfigError(f"{name}: {option} is settled by the layer; leave it out of the options")
+
+
 def multihead_options(dropout: float, add_bias_kv: bool, add_zero_attn: bool) -> None:
     if dropout:
         raise ConfigError(

@@ -16,6 +16,14 @@ def even_head_dim(positions: str, head_dim: int) -> None:
         )
 
 
+def position_settings(positions: str, hidden_size: int, rope_theta: float, norm_eps: float) -> None:
+    if positions == "sinusoidal" and hidden_size % 2:
+        raise ConfigError(f"SubquadConfig: positions='sinusoidal' needs an even hidden_size, got {hidden_size}")
+    for name, value in (("rope_theta", rope_theta), ("norm_eps", norm_eps)):
+        if not value > 0:
+            raise ConfigError(f"SubquadConfig: {name} must be positive, got {value!r}")
+
+
 def layer_lists(attention: Any, options: Any, layers: int) -> None:
     for name, value, single in (("attention", attention, str), ("attention_options", options, (dict, type(None)))):
         if isinstance(value, single):
@@ -26,6 +34,9 @@ def layer_lists(attention: Any, options: Any, layers: int) -> None:
             raise ConfigError(
                 f"SubquadConfig: {name} must have one entry for each of {layers} layers, got {len(value)}"
             )
+    for entry in options if isinstance(options, list) else []:
+        if not isinstance(entry, dict):
+            raise ConfigError(f"SubquadConfig: each of attention_options must be a dict, got {entry!r}")
     if isinstance(attention, list) and isinstance(options, dict) and options and len(set(attention)) > 1:
         raise ConfigError(
             "SubquadConfig: layers with different mechanisms need a list of attention_options, one for each layer; "
@@ -89,6 +100,12 @@ def learned_positions(positions: Tensor, known: int) -> None:
             f"subquad model: position {last} is beyond the {known} learned ones; "
             "use positions='rotary' for lengths never trained on"
         )
+
+
+def sequences(given: Sequence[Tensor]) -> None:
+    for number, ids in enumerate(given):
+        if ids.dim() != 1 or not len(ids):
+            raise ShapeError(f"sequence {number}: must be a vector of at least one token id, got {shape_of(ids)}")
 
 
 def cache(given: Any, kind: type, causal: bool, mechanisms: Sequence[Any]) -> None:

@@ -11,9 +11,23 @@ from safetensors import SafetensorError
 from subquad.errors import CheckpointError, ConfigError, TrainingError
 
 
-def positive(op: str, name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ConfigError(f"{op}: {name} must be a positive number, got {value!r}")
+def positive(op: str, name: str, value: Any, *, zero: bool = False) -> None:
+    """A finite number a float32 can hold; above 0, or from 0 on."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not (0 <= value < 1e38) or (value == 0 and not zero):
+        raise ConfigError(
+            f"{op}: {name} must be a {'number of at least 0' if zero else 'positive number'}, got {value!r}"
+        )
+
+
+def threads(count: int | None) -> None:
+    if count is not None and count > 1024:
+        raise ConfigError(f"train: threads must be at most 1024, got {count}")
+
+
+def precision(name: str, gpu: bool) -> None:
+    if name == "float16" and not gpu:
+        raise ConfigError("train: precision='float16' needs a GPU; use bfloat16 or float32")
 
 
 def writable_folder(folder: Path) -> None:
@@ -75,12 +89,27 @@ def same_run(folder: Path, differences: Sequence[str]) -> None:
         )
 
 
+@contextmanager
+def same_shape(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of another kind, depth, width or mechanism
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"{folder}: does not fit the model to be trained ({reason})") from error
+
+
 def same_weights(missing: Sequence[str], unexpected: Sequence[str]) -> None:
     if missing or unexpected:
         raise CheckpointError(
             f"resume: the checkpoint is of another model (missing {', '.join(missing) or 'nothing'}; "
             f"unknown {', '.join(unexpected) or 'nothing'})"
         )
+
+
+def agreed(error: Exception | None) -> None:
+    """Raises on every process what the first one has refused."""
+    if error is not None:
+        raise error
 
 
 def something_to_redraw(every: int, drawn: int) -> None:

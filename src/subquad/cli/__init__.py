@@ -1,5 +1,6 @@
 """The command `subquad`. One file per command; a user's mistake is one line and exit code 2."""
 
+import os
 import sys
 from typing import Annotated
 
@@ -49,11 +50,16 @@ def main(arguments: list[str] | None = None) -> int:
     except TyperException as error:
         message = getattr(error, "format_message", lambda: "")()
         return _complain(message) if message else error.exit_code if hasattr(error, "exit_code") else 2
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+            raise
+        return _complain(f"out of memory ({error}); try a smaller model, window or batch")
     except KeyboardInterrupt:
         return _complain("interrupted", code=130)
     return code if isinstance(code, int) else 0
 
 
 def _complain(message: str, code: int = 2) -> int:
-    print(f"subquad: error: {' '.join(message.split())}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # under torchrun once is enough
+        print(f"subquad: error: {' '.join(message.split())}", file=sys.stderr)
     return code

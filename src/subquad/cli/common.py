@@ -1,9 +1,10 @@
 """What commands share: loading a model, reading sequences, progress."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from subquad.checks import cli as checks
 from subquad.data.vocabulary import SPECIALS
@@ -24,6 +25,12 @@ class Loaded(NamedTuple):
         return self.model.config.bos_token_id
 
     @property
+    def bytewise(self) -> bool:
+        from subquad.data.vocabulary import BYTES
+
+        return self.domain == "text" and self.model.config.vocab_size == BYTES.size
+
+    @property
     def forbidden(self) -> list[int]:
         """Tokens that are never content: all specials but the one that ends a sequence."""
         if self.tokenizer is None:
@@ -33,26 +40,34 @@ class Loaded(NamedTuple):
 
 def load_model(path: Path, *, head: bool = True) -> Loaded:
     """The model of a run or of a model folder; without its head if hidden states are wanted."""
-    from transformers import AutoTokenizer
-
     from subquad import models
     from subquad.training import model_folder
+    from subquad.training.files import MANIFEST, verify
 
     quiet()
     folder = model_folder(path)
+    if folder.parent.name == "checkpoints":
+        print(f"the run is not complete: taking {folder}", file=sys.stderr)
+    if (folder / MANIFEST).exists():
+        verify(folder)
     with checks.loadable(folder):
         config = models.SubquadConfig.from_pretrained(folder)
-        checks.subquad_model(folder, config.model_type, config.domain)
+        checks.subquad_model(folder, config)
         kind = (
             (models.SubquadForCausalLM if config.causal else models.SubquadForMaskedLM) if head else models.SubquadModel
         )
-        model = kind.from_pretrained(folder)
-    model.eval()
-    tokens = None
-    if config.domain != "image":
-        place = folder if (folder / "tokenizer.json").exists() else None
-        tokens = AutoTokenizer.from_pretrained(place) if place else default_tokenizer(config)
-    return Loaded(model, tokens, config.domain or "")
+        model, report = cast(Any, kind).from_pretrained(folder, output_loading_info=True)
+        checks.whole_model(folder, report, allowed="lm_head." if not head else None)
+        tokenizer = None if config.domain == "image" else _tokenizer(folder, config)
+    return Loaded(model.eval(), tokenizer, str(config.domain))
+
+
+def _tokenizer(folder: Path, config: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    if (folder / "tokenizer.json").exists():
+        return AutoTokenizer.from_pretrained(folder)
+    return default_tokenizer(config)
 
 
 def default_tokenizer(config: Any) -> Any:
@@ -82,20 +97,16 @@ def read_sequences(loaded: Loaded, paths: list[Path]) -> list[Named]:
     if loaded.domain == "protein":
         found = [(name, encode(sequence, f"{path}: {name}")) for path in paths for name, sequence in read_fasta(path)]
     elif loaded.domain == "text":
-        byte = loaded.tokenizer.vocab_size == default_tokenizer_size()
-        corpora = ((file, load_text([file], None if byte else loaded.tokenizer)) for file in text_files(paths))
+        tokenizer = None if loaded.bytewise else loaded.tokenizer
+        corpora = ((file, load_text([file], tokenizer)) for file in text_files(paths))
         found = [(str(file), corpus[0]) for file, corpus in corpora]
     else:
         levels = loaded.model.config.vocab_size - len(SPECIALS)
-        corpora = ((path, load_images(path, levels=levels)) for path in paths)
+        corpora = [(path, load_images(path, levels=levels)) for path in paths]
+        for path, corpus in corpora:
+            checks.image_shape(path, corpus.image_shape, loaded.model.config.image_shape)
         found = [(f"{path}:{i}", image) for path, corpus in corpora for i, image in enumerate(corpus)]
     return [Named(name, torch.from_numpy(ids.astype(np.int64))) for name, ids in found]
-
-
-def default_tokenizer_size() -> int:
-    from subquad.data.vocabulary import BYTES
-
-    return BYTES.size
 
 
 def quiet() -> None:

@@ -67,7 +67,11 @@ def _train(name: str, folder: Path, steps: int, window: int) -> int:
     ]
     schedule = ["--steps", str(steps), "--window", str(window), "--eval-every", "50", "--save-every", "50"]
     command = [sys.executable, "-m", "subquad", "train", "protein", "--resume", "--out", str(folder), *model, *schedule]
-    return subprocess.run(command, check=False).returncode
+    with subprocess.Popen(command) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # the child has got it too, and saves
+            return process.wait()
 
 
 def _decode(folder: Path) -> "list[DecodeCost]":

@@ -25,7 +25,7 @@ def embed(
 ) -> int:
     """Vectors of sequences of any length: the mean of the last layer's hidden states, or one for each residue.
 
-    npz: names, embeddings [N, E]; per token: names, lengths, embeddings [sum of lengths, E], one after another.
+    npz: names, embeddings (N x E); per token: names, lengths, embeddings (sum of lengths x E), one after another.
     parquet: columns name, embedding; per token: name, position (from 1), embedding.
     """
     from subquad.cli.common import load_model, progress_bar, read_sequences

@@ -20,7 +20,9 @@ LINE = 60  # residues per line of FASTA
 def generate(
     model: Annotated[Path, typer.Argument(help="Run or model folder.")],
     prompt: Annotated[str, typer.Option(help="What to continue: residues, or text.")] = "",
-    length: Annotated[int | None, typer.Option(help="New tokens at most, far beyond training if you like.")] = None,
+    length: Annotated[
+        int | None, typer.Option(help="New tokens at most (500 unless given), far beyond training if you like.")
+    ] = None,
     num: Annotated[int, typer.Option(help="How many to generate.")] = 1,
     temperature: Annotated[float, typer.Option(help="Below 1 safer, above 1 wilder.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens only; 0: all.")] = 0,
@@ -32,21 +34,29 @@ def generate(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
 ) -> int:
-    """Sample from a causal model, at constant memory and time per token; one sample is shown as it grows."""
+    """Sample from a causal model, at constant memory and time per token.
+
+    Without --output, one sample is shown as it grows, several are printed at the end.
+    """
     from subquad.cli.common import load_model
 
     checks.sampling(temperature, top_k, top_p)
+    checks.positive_count("--num", num)
+    checks.generate_seed(seed)
     loaded = load_model(model)
     checks.causal_model(model, bool(loaded.model.config.causal))
     output = _check_output(loaded, output, prompt)
     sampling: dict[str, Any] = {"do_sample": False} if greedy else {"do_sample": True, "temperature": temperature}
     if not greedy:
         sampling |= {"top_k": top_k, "top_p": top_p}
-    texts, speed = _sample(loaded, prompt, _length(loaded, length), num, seed, endless, sampling)
+    live = num == 1 and output is None
+    samples, speed = _sample(loaded, prompt, _length(loaded, length), num, seed, endless, sampling, live=live)
     if output is not None:
         with checks.output_file(output):
-            _write(loaded, texts, output, model)
-    print(f"{speed:,.0f} tokens/s" + (f", written to {output}" if output else ""), file=sys.stderr)
+            _write(loaded, samples, output, model)
+    elif not live:
+        print(_as_text(loaded, samples, model), end="")
+    print(f"{speed:,.0f} tokens/s, seed {seed}" + (f", written to {output}" if output else ""), file=sys.stderr)
     return 0
 
 
@@ -72,14 +82,22 @@ def _length(loaded: "Loaded", length: int | None) -> int:
 
 
 def _sample(
-    loaded: "Loaded", prompt: str, length: int, num: int, seed: int, endless: bool, sampling: dict[str, Any]
+    loaded: "Loaded",
+    prompt: str,
+    length: int,
+    num: int,
+    seed: int,
+    endless: bool,
+    sampling: dict[str, Any],
+    *,
+    live: bool,
 ) -> tuple[list["Tensor"], float]:
     """Token ids without specials, and tokens per second."""
     import torch
 
     ids = prompt_ids(loaded, prompt)
     stop = not endless and loaded.domain != "image"
-    streamer = Stream(loaded, num, length, live=num == 1 and loaded.domain != "image")
+    streamer = Stream(loaded, num, length, live=live)
     torch.manual_seed(seed)
     begun = time.perf_counter()
     with streamer, torch.inference_mode():
@@ -105,11 +123,14 @@ def prompt_ids(loaded: "Loaded", prompt: str) -> "Tensor":
     import torch
 
     from subquad.data import encode
+    from subquad.data.vocabulary import SPECIALS
 
     if loaded.domain == "protein":
         tokens = encode(prompt, "--prompt").astype(np.int64).tolist()
     elif loaded.domain == "text":
-        tokens = loaded.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        raw = checks.utf8_prompt(prompt)
+        whole = [byte + len(SPECIALS) for byte in raw]  # as in training: bytes know no special words
+        tokens = whole if loaded.bytewise else loaded.tokenizer(prompt, add_special_tokens=False)["input_ids"]
     else:
         tokens = []
     return torch.tensor([[loaded.start, *tokens]])
@@ -177,14 +198,19 @@ def _write(loaded: "Loaded", samples: list["Tensor"], output: Path, model: Path)
     if loaded.domain == "image":
         _write_images(loaded, samples, output)
         return
+    output.write_text(_as_text(loaded, samples, model))
+
+
+def _as_text(loaded: "Loaded", samples: list["Tensor"], model: Path) -> str:
+    """FASTA for proteins, paragraphs for text."""
     texts = [loaded.tokenizer.decode(sample) for sample in samples]
     if loaded.domain == "text":
-        output.write_text("\n\n".join(texts) + "\n")
-        return
-    with output.open("w") as file:
-        for number, text in enumerate(texts, 1):
-            lines = "\n".join(text[i : i + LINE] for i in range(0, len(text), LINE))
-            file.write(f">generated_{number} length={len(text)} model={model}\n{lines}\n")
+        return "\n\n".join(texts) + "\n"
+    records = []
+    for number, text in enumerate(texts, 1):
+        lines = "\n".join(text[i : i + LINE] for i in range(0, len(text), LINE))
+        records.append(f">generated_{number} length={len(text)} model={model}\n{lines}\n")
+    return "".join(records)
 
 
 def _write_images(loaded: "Loaded", samples: list["Tensor"], output: Path) -> None:

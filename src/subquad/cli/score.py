@@ -15,7 +15,10 @@ def score(
     model: Annotated[Path, typer.Argument(help="Run or model folder.")],
     sequences: Annotated[list[Path], typer.Argument(help="FASTA, text or image files, as the model takes them.")],
     output: Annotated[Path | None, typer.Option(help="CSV file; without it, the table goes to the terminal.")] = None,
-    passes: Annotated[int, typer.Option(help="Masked models: forward passes per sequence, each hiding 1/passes.")] = 8,
+    passes: Annotated[
+        int | None,
+        typer.Option(help="Masked models: forward passes per sequence, each hiding 1/passes; 8 unless given."),
+    ] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Masked models: hide one token at a time (slow).")] = False,
 ) -> int:
     """Log-likelihood and perplexity of sequences of any length (pseudo-log-likelihood for masked models)."""
@@ -23,9 +26,11 @@ def score(
     from subquad.models import log_likelihoods, pseudo_log_likelihoods
 
     if output is not None:
+        checks.output_suffix(output, (".csv",))
         checks.output_folder(output)
-    checks.positive_count("--passes", passes)
+    checks.positive_count("--passes", passes or 8 if passes != 0 else 0)
     loaded = load_model(model)
+    checks.only_for_masked(exact, passes, bool(loaded.model.config.causal))
     named = read_sequences(loaded, sequences)
     checks.something_to_read(len(named), sequences)
     ids = [item.ids for item in named]
@@ -35,7 +40,12 @@ def score(
         else:
             mask = 2 if loaded.tokenizer is None else loaded.tokenizer.mask_token_id
             scores = pseudo_log_likelihoods(
-                loaded.model, ids, start=loaded.start, mask=mask, passes=None if exact else passes, progress=progress
+                loaded.model,
+                ids,
+                start=loaded.start,
+                mask=mask,
+                passes=None if exact else passes or 8,
+                progress=progress,
             )
     kind = "log_likelihood" if loaded.model.config.causal else "pseudo_log_likelihood"
     rows = [

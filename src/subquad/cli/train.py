@@ -1,12 +1,14 @@
 """`subquad train protein|text|image`."""
 
 import inspect
+import os
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer._click.core import ParameterSource
 
 from subquad.checks import cli as checks
 from subquad.checks import data as data_checks
@@ -25,7 +27,10 @@ def _option(help: str, panel: str, *names: str, **extra: Any) -> Any:
 
 
 Out = Annotated[Path, _option("Folder of the run: options, metrics, plot, checkpoints, model.", RUN)]
-Resume = Annotated[bool, _option("Go on where the run in --out stopped, or begin if it has not.", RUN, "--resume")]
+Resume = Annotated[
+    bool, _option("Go on where the run in --out stopped, with its options; or begin, if it has not.", RUN, "--resume")
+]
+Init = Annotated[str | None, _option("Begin with the weights of this run or model (fine-tuning).", MODEL)]
 Tensorboard = Annotated[bool, _option("Also log for TensorBoard.", RUN, "--tensorboard")]
 SaveEvery = Annotated[int, _option("Steps between checkpoints.", RUN)]
 Keep = Annotated[int, _option("Checkpoints to keep.", RUN)]
@@ -33,7 +38,7 @@ LogEvery = Annotated[int, _option("Steps between records.", RUN)]
 Seed = Annotated[int, _option("Of weights, features, order, crops and masks.", RUN)]
 Threads = Annotated[int | None, _option("Of torch; as many as there are cores unless given.", RUN)]
 Attention = Annotated[
-    str, _option("Mechanism, or one for each layer: favor, softmax, linear, favor,favor,softmax ...", MODEL)
+    str, _option("favor, softmax, linear or identity; or one for each layer: favor,favor,softmax.", MODEL)
 ]
 Options = Annotated[
     list[str], _option("NAME=VALUE of the mechanism, such as num_features=128; may be repeated.", MODEL, "--option")
@@ -78,7 +83,7 @@ def _training_options(
     schedule: Schedule = "linear", weight_decay: WeightDecay = 0.0, precision: Precision = "float32",
     window: Window = 4096, layout: Layout = "windows", validation: Validation = 0.05, eval_every: EvalEvery = 100,
     eval_samples: EvalSamples = 16, save_every: SaveEvery = 100, keep: Keep = 2, log_every: LogEvery = 10,
-    seed: Seed = 0, threads: Threads = None,
+    init: Init = None, seed: Seed = 0, threads: Threads = None,
 ) -> None:  # fmt: skip
     """The options that all kinds of training share."""
 
@@ -100,6 +105,7 @@ def _with_training_options(*without: str, **defaults: Any) -> Callable[[Callable
 @train_app.command(epilog="Example: subquad train protein my.fasta --window 8192 --steps 2000 --out runs/mine")
 @_with_training_options()
 def protein(
+    context: typer.Context,
     fasta: Annotated[
         list[Path] | None, typer.Argument(help="FASTA files, plain or gz; none: a sample of UniProt.")
     ] = None,
@@ -108,12 +114,13 @@ def protein(
     """Train on protein sequences (FASTA), residue by residue."""
     from subquad.data import load_proteins
 
-    return _train(load_proteins(fasta or []), training)
+    return _train(context, load_proteins(fasta or []), training)
 
 
 @train_app.command(epilog="Example: subquad train text books/ --window 16384 --out runs/books", no_args_is_help=True)
 @_with_training_options()
 def text(
+    context: typer.Context,
     source: Annotated[list[str], typer.Argument(help="Files, folders, or hf:NAME[:COLUMN] of the Hugging Face hub.")],
     tokenizer: Annotated[str | None, _option("Name or folder of a Hugging Face tokenizer; none: bytes.", DATA)] = None,
     **training: Any,
@@ -124,8 +131,8 @@ def text(
     tokens = _tokenizer(tokenizer)
     if any(map(is_hub_name, source)):
         data_checks.one_hub_name(source)
-        return _train(texts_corpus(hub_texts(source[0]), tokens), training, tokens)
-    return _train(load_text(source, tokens), training, tokens)
+        return _train(context, texts_corpus(hub_texts(source[0]), tokens), training, tokens)
+    return _train(context, load_text(source, tokens), training, tokens)
 
 
 @train_app.command(
@@ -134,6 +141,7 @@ def text(
 )
 @_with_training_options("window", "layout", batch_size=8, eval_samples=64)
 def image(
+    context: typer.Context,
     source: Annotated[Path, typer.Argument(help="idx file (MNIST), npz with an array 'images', or folder of PNG.")],
     levels: Annotated[int, _option("Values per pixel and channel, 2 to 256.", DATA)] = 256,
     **training: Any,
@@ -141,7 +149,7 @@ def image(
     """Train on images as sequences of pixels; quality in bits per dimension."""
     from subquad.data import load_images
 
-    return _train(load_images(source, levels=levels), training)
+    return _train(context, load_images(source, levels=levels), training)
 
 
 def _tokenizer(name: str | None) -> Any:
@@ -153,29 +161,44 @@ def _tokenizer(name: str | None) -> Any:
         return AutoTokenizer.from_pretrained(name)
 
 
-def _train(corpus: Any, given: dict[str, Any], tokenizer: Any = None) -> int:
+def _train(context: typer.Context, corpus: Any, given: dict[str, Any], tokenizer: Any = None) -> int:
     from rich.console import Console
 
     from subquad.cli.common import quiet
-    from subquad.training import TrainOptions, train
+    from subquad.training import train
     from subquad.training.callbacks import describe
 
     quiet()
-    names = given["attention"].split(",")
-    options = checks.option_pairs(given["option"])
-    known = {field.name for field in fields(TrainOptions)}
-    chosen = {name: value for name, value in given.items() if name in known}
-    chosen["attention"] = names if len(names) > 1 else names[0]
-    chosen["attention_options"] = options
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False)
     result = train(
-        corpus, given["out"], TrainOptions(**chosen), resume=given["resume"], tokenizer=tokenizer,
+        corpus, given["out"], _options(context, given), resume=given["resume"], tokenizer=tokenizer,
         tensorboard=given["tensorboard"], console=console,
     )  # fmt: skip
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     if result.stopped_by is not None:
         console.print(f"stopped and saved at step {result.step}; the same command with --resume goes on")
         return 128 + result.stopped_by
-    console.print(f"held out: {describe(result.metrics, 'eval_', result.unit)}")
-    console.print(f"unigram baseline: loss {result.unigram_loss:.4f}, perplexity {result.unigram_perplexity:.3f}")
-    console.print(f"run: {result.folder}  model: {result.folder}/model  plot: {result.folder}/loss.png")
+    reached = describe(result.metrics["eval_loss"], result.metrics["eval_accuracy"], result.unit)
+    baseline = describe(result.unigram_loss, result.unigram_accuracy, result.unit)
+    console.print(f"held out:         {reached}\nunigram baseline: {baseline}", soft_wrap=True)
+    console.print(f"model: {result.folder}/model  plot: {result.folder}/loss.png", soft_wrap=True)
     return 0
+
+
+def _options(context: typer.Context, given: dict[str, Any]) -> Any:
+    """The options of the command; when resuming, those not given are the run's."""
+    from subquad.training import TrainOptions
+    from subquad.training.options import RunRecord
+
+    names = given["attention"].split(",")
+    chosen = {**given, "attention": names if len(names) > 1 else names[0]}
+    chosen["attention_options"] = checks.option_pairs(given["option"])
+    known = {field.name for field in fields(TrainOptions)}
+    chosen = {name: value for name, value in chosen.items() if name in known}
+    path = given["out"] / "run.json"
+    if not given["resume"] or not path.exists():
+        return TrainOptions(**chosen)
+    typed = {name for name in given if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    typed |= {"attention_options"} if "option" in typed else set()
+    return replace(RunRecord.load(path).options, **{name: value for name, value in chosen.items() if name in typed})

@@ -60,13 +60,16 @@ class Corpus:
         With few sequences (one long text) the last `fraction` of each is held out instead.
         """
         checks.split_fraction(fraction)
-        if len(self) < FEW:
+        if len(self) < FEW and self.domain != "image":
             cut = self.ends - np.maximum(1, (self.lengths * fraction).astype(np.int64))
             train, held_out = replace(self, ends=cut), replace(self, starts=cut)
-            return train.select(train.lengths > 0), held_out
+            train = train.select(train.lengths > 0)
+            checks.both_sides(len(train), len(held_out))
+            return train, held_out
         held_out = self.keys < np.uint64(int(fraction * 2**64))
         if not held_out.any():
             held_out = self.keys == self.keys.min()
+        checks.both_sides(int((~held_out).sum()), int(held_out.sum()))
         return self.select(~held_out), self.select(held_out)
 
 

@@ -1,6 +1,7 @@
 """Hugging Face datasets by name, where a hub or a local copy can be reached."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from subquad.checks import data as checks
 
@@ -19,5 +20,11 @@ def hub_texts(source: str) -> Iterator[str]:
         name, _, column = source.removeprefix(PREFIX).partition(":")
         rows = load_dataset(name, split="train", streaming=True)
         first = next(iter(rows))
-    column = checks.text_column(source, first, column)
-    return (row[column] for row in rows)
+    return _texts(source, rows, checks.text_column(source, first, column))
+
+
+def _texts(source: str, rows: Any, column: str) -> Iterator[str]:
+    with checks.hub(source):
+        for row in rows:
+            if row[column]:  # rows without text are left out
+                yield row[column]

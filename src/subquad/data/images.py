@@ -71,6 +71,7 @@ def _read_folder(path: Path) -> np.ndarray:
     images = []
     for file in files:
         with checks.readable(file), Image.open(file) as image:
+            checks.eight_bit(file, image.mode)
             images.append(np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB")))
         checks.same_size(file, images[-1].shape, files[0], images[0].shape)
     return np.stack(images)

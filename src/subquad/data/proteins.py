@@ -4,7 +4,7 @@ import gzip
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -46,7 +46,8 @@ def open_text(path: Path) -> TextIO:
     checks.readable_file(path)
     with path.open("rb") as file:
         compressed = file.read(2) == b"\x1f\x8b"
-    return gzip.open(path, "rt", encoding="latin-1") if compressed else path.open(encoding="latin-1")
+    how: Any = {"encoding": "utf-8-sig", "errors": "replace"}  # what editors of other systems put in front is dropped
+    return gzip.open(path, "rt", **how) if compressed else path.open(**how)
 
 
 def read_fasta(path: str | Path) -> Iterator[tuple[str, str]]:

@@ -23,14 +23,23 @@ IGNORED = -100
 
 
 class Samples(Dataset, ABC):
-    """Sample i is a dict of `input_ids` and `labels`, 1-D int64 tensors."""
+    """Sample i is a dict of `input_ids` and `labels`, 1-D int64 tensors. `evaluation` hides all masked targets."""
 
     per_epoch: int
 
-    def __init__(self, corpus: Corpus, length: int, *, objective: str, seed: int, total: int | None = None) -> None:
+    def __init__(
+        self,
+        corpus: Corpus,
+        length: int,
+        *,
+        objective: str,
+        seed: int,
+        total: int | None = None,
+        evaluation: bool = False,
+    ) -> None:
         checks.objective(objective, corpus.vocabulary.mask)
         self.corpus, self.length, self.objective, self.seed = corpus, length, objective, seed
-        self._total = total
+        self._total, self.evaluation = total, evaluation
         self._order = lru_cache(maxsize=2)(self._shuffle)
 
     def __len__(self) -> int:
@@ -44,7 +53,8 @@ class Samples(Dataset, ABC):
         tokens = torch.from_numpy(self.tokens(index).astype(np.int64))
         if self.objective == "causal":
             return {"input_ids": tokens, "labels": tokens}
-        return mask_tokens(tokens, self.corpus.vocabulary, np.random.default_rng([self.seed, 1, index]))
+        random = np.random.default_rng([self.seed, 1, index])
+        return mask_tokens(tokens, self.corpus.vocabulary, random, hide_all=self.evaluation)
 
     def _shuffle(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, 0, epoch]).permutation(len(self.corpus))
@@ -56,8 +66,17 @@ class Windows(Samples):
     A window may hold parts of several sequences, and attention sees across the separators.
     """
 
-    def __init__(self, corpus: Corpus, length: int, *, objective: str, seed: int, total: int | None = None) -> None:
-        super().__init__(corpus, length, objective=objective, seed=seed, total=total)
+    def __init__(
+        self,
+        corpus: Corpus,
+        length: int,
+        *,
+        objective: str,
+        seed: int,
+        total: int | None = None,
+        evaluation: bool = False,
+    ) -> None:
+        super().__init__(corpus, length, objective=objective, seed=seed, total=total, evaluation=evaluation)
         tokens = corpus.num_tokens + len(corpus)
         checks.window_fits(length, tokens)
         self.per_epoch = tokens // length
@@ -86,8 +105,17 @@ class Windows(Samples):
 class Crops(Samples):
     """One sequence per sample, or a random stretch of it if it is longer than `length`; shorter ones are padded."""
 
-    def __init__(self, corpus: Corpus, length: int, *, objective: str, seed: int, total: int | None = None) -> None:
-        super().__init__(corpus, length, objective=objective, seed=seed, total=total)
+    def __init__(
+        self,
+        corpus: Corpus,
+        length: int,
+        *,
+        objective: str,
+        seed: int,
+        total: int | None = None,
+        evaluation: bool = False,
+    ) -> None:
+        super().__init__(corpus, length, objective=objective, seed=seed, total=total, evaluation=evaluation)
         checks.crop_length(length)
         self.per_epoch = len(corpus)
 
@@ -103,8 +131,12 @@ class Crops(Samples):
 class Images(Samples):
     """One image per sample, whole, behind a separator."""
 
-    def __init__(self, corpus: Corpus, *, objective: str, seed: int, total: int | None = None) -> None:
-        super().__init__(corpus, int(corpus.lengths.max()) + 1, objective=objective, seed=seed, total=total)
+    def __init__(
+        self, corpus: Corpus, *, objective: str, seed: int, total: int | None = None, evaluation: bool = False
+    ) -> None:
+        super().__init__(
+            corpus, int(corpus.lengths.max()) + 1, objective=objective, seed=seed, total=total, evaluation=evaluation
+        )
         self.per_epoch = len(corpus)
 
     def tokens(self, index: int) -> np.ndarray:
@@ -112,8 +144,13 @@ class Images(Samples):
         return np.concatenate([[self.corpus.vocabulary.sep], self.corpus[self._order(epoch)[place]]])
 
 
-def mask_tokens(tokens: Tensor, vocabulary: Vocabulary, random: np.random.Generator) -> dict[str, Tensor]:
-    """BERT's objective: 15 % of the content is to be predicted; 80 % of that is hidden, 10 % replaced, 10 % left."""
+def mask_tokens(
+    tokens: Tensor, vocabulary: Vocabulary, random: np.random.Generator, *, hide_all: bool = False
+) -> dict[str, Tensor]:
+    """BERT's objective: 15 % of the content is to be predicted; 80 % of that is hidden, 10 % replaced, 10 % left.
+
+    `hide_all`: all of it is hidden, as evaluation wants it; a token left as it is gives its answer away.
+    """
     special = (tokens == vocabulary.pad) | (tokens == vocabulary.sep) | (tokens == vocabulary.mask)
     content = torch.nonzero(~special)[:, 0].numpy()
     chosen = content[random.random(len(content)) < MASKED_SHARE]
@@ -121,12 +158,12 @@ def mask_tokens(tokens: Tensor, vocabulary: Vocabulary, random: np.random.Genera
         chosen = content[[random.integers(len(content))]]
     labels, inputs = torch.full_like(tokens, IGNORED), tokens.clone()
     labels[chosen] = tokens[chosen]
-    kind = random.random(len(chosen))
+    kind = random.random(len(chosen)) * (MASK_SHARE if hide_all else 1)
     assert vocabulary.mask is not None
     inputs[chosen[kind < MASK_SHARE]] = vocabulary.mask
     replaced = chosen[(kind >= MASK_SHARE) & (kind < MASK_SHARE + RANDOM_SHARE)]
-    ordinary = vocabulary.ordinary
-    inputs[replaced] = torch.from_numpy(random.integers(ordinary.start, ordinary.stop, len(replaced)))
+    ordinary = np.asarray(vocabulary.ordinary)
+    inputs[replaced] = torch.from_numpy(ordinary[random.integers(len(ordinary), size=len(replaced))])
     return {"input_ids": inputs, "labels": labels}
 
 

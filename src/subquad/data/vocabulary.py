@@ -1,5 +1,6 @@
 """Token ids, and the fast tokenizers that go with a model: amino acids and bytes."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ class Vocabulary(NamedTuple):
     pad: int
     sep: int
     mask: int | None
-    ordinary: range
+    ordinary: Sequence[int]
 
     @property
     def dtype(self) -> type[np.unsignedinteger]:
@@ -48,7 +49,9 @@ def of_tokenizer(tokenizer: Any) -> Vocabulary:
     ids = (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id)
     sep = checks.separator(next((i for i in ids if i is not None), None), tokenizer.name_or_path)
     pad = sep if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return Vocabulary(len(tokenizer), pad, sep, tokenizer.mask_token_id, range(len(tokenizer)))
+    special = set(tokenizer.all_special_ids)
+    ordinary = tuple(i for i in range(len(tokenizer)) if i not in special)
+    return Vocabulary(len(tokenizer), pad, sep, tokenizer.mask_token_id, ordinary)
 
 
 def protein_tokenizer() -> "PreTrainedTokenizerFast":

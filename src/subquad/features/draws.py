@@ -1,5 +1,7 @@
 """Gaussian projection rows: every row is N(0, I) on its own, `coupling` says how rows depend on each other."""
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -26,3 +28,9 @@ def gaussian_rows(rows: int, dim: int, coupling: str, generator: torch.Generator
     blocks = [haar(dim, generator) for _ in range(-(-rows // dim))]
     norms = _normal(rows, dim, generator).norm(dim=-1, keepdim=True)
     return torch.cat(blocks)[:rows] * norms
+
+
+def derived_seed(*parts: int) -> int:
+    """A seed below 2**32 for each combination of whole numbers, the same everywhere."""
+    digest = hashlib.blake2b(":".join(map(str, parts)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")

@@ -73,6 +73,7 @@ class SubquadConfig(PreTrainedConfig):
         checks.choice(op, "mlp", self.mlp, MLPS)
         checks.choice(op, "hidden_act", self.hidden_act, tuple(ACTIVATIONS))
         checks.probability(op, "dropout", self.dropout)
+        models.position_settings(self.positions, self.hidden_size, self.rope_theta, self.norm_eps)
         models.even_head_dim(self.positions, self.head_size)
         models.layer_lists(self.attention, self.attention_options, self.num_hidden_layers)
         for name in {self.layer_attention(layer)[0] for layer in range(self.num_hidden_layers)}:

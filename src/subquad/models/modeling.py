@@ -24,15 +24,14 @@ class SubquadPreTrainedModel(PreTrainedModel):
     config_class = SubquadConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    accepts_loss_kwargs = True  # the Trainer then hands over `num_items_in_batch`
+    accepts_loss_kwargs = False
     config: SubquadConfig
     _no_split_modules = ["Block"]  # noqa: RUF012, transformers declares it so
     _keep_in_fp32_modules_strict = {"mechanism"}  # noqa: RUF012, random features in half precision are other features
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        loaded = getattr(getattr(module, "weight", None), "_is_hf_initialized", False)
-        if isinstance(module, RandomFeatures) and not loaded:
+        if isinstance(module, RandomFeatures):
             module.reset_parameters()
 
     def mechanisms(self) -> list[Mechanism]:
@@ -192,6 +191,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
         torch.Size([1, 7])
     """
 
+    accepts_loss_kwargs = True  # the Trainer then hands over `num_items_in_batch`
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012, as transformers declares it
 
     def __init__(self, config: SubquadConfig) -> None:
@@ -245,6 +245,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
 class SubquadForMaskedLM(SubquadPreTrainedModel):
     """Predicts masked tokens from both sides."""
 
+    accepts_loss_kwargs = True  # the Trainer then hands over `num_items_in_batch`
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012, as transformers declares it
 
     def __init__(self, config: SubquadConfig) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from subquad.checks import models as checks
 from subquad.models.batching import Batch, batches_by_length
 from subquad.models.cache import SubquadCache
 from subquad.models.modeling import SubquadForCausalLM, SubquadForMaskedLM, SubquadModel
@@ -27,6 +28,7 @@ def log_likelihoods(
 
     A causal model reads long sequences piece by piece, with the state of its mechanisms in between.
     """
+    checks.sequences(sequences)
     out = [torch.empty(0)] * len(sequences)
     begun = [torch.cat([torch.tensor([start]), sequence]) for sequence in sequences]
     for batch in batches_by_length(begun, batch_tokens=BATCH_TOKENS, pad=start):
@@ -71,6 +73,7 @@ def pseudo_log_likelihoods(
     `passes` forward passes hide every passes-th token at a time (8: about the 15 % of training). None hides one token
     at a time, the textbook definition, in T passes.
     """
+    checks.sequences(sequences)
     out = [torch.empty(len(sequence)) for sequence in sequences]
     for jobs in _masked_batches(sequences, passes):
         width = 1 + max(len(sequences[place]) for place, _ in jobs)
@@ -107,6 +110,7 @@ def embeddings(
     model: SubquadModel, sequences: Sequence[Tensor], *, start: int, mean: bool = True, progress: Progress = _ignore
 ) -> list[Tensor]:
     """Hidden states of each sequence's tokens `[T, E]`, or their mean `[E]`; the start token is left out."""
+    checks.sequences(sequences)
     out = [torch.empty(0)] * len(sequences)
     begun = [torch.cat([torch.tensor([start]), sequence]) for sequence in sequences]
     for batch in batches_by_length(begun, batch_tokens=BATCH_TOKENS, pad=start):

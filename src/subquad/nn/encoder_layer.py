@@ -1,7 +1,9 @@
 """`torch.nn.TransformerEncoderLayer`, with any mechanism inside."""
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from subquad import checks
@@ -13,6 +15,8 @@ class TransformerEncoderLayer(nn.Module):
     """Same arguments, same names in the state dict as torch's, plus the name and options of a mechanism.
 
     `dropout` acts on the residual branches and inside the MLP as in torch; attention weights are never dropped.
+    `nn.TransformerEncoder` copies the layer it is given, random features included: `redraw` those of each copy, or make
+    layers with `layer=0, 1, ...` yourself.
 
     Example:
         >>> import torch
@@ -28,19 +32,23 @@ class TransformerEncoderLayer(nn.Module):
         nhead: int,
         dim_feedforward: int = 2048,
         dropout: float = 0.1,
-        activation: str = "relu",
+        activation: str | Callable[[Tensor], Tensor] = "relu",
         layer_norm_eps: float = 1e-5,
         batch_first: bool = False,
         norm_first: bool = False,
         bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
         attention: str = "favor",
         layer: int = 0,
         **options: Any,
     ) -> None:
         super().__init__()
-        checks.choice("TransformerEncoderLayer", "activation", activation, tuple(ACTIVATIONS))
-        self.activation, self.norm_first = activation, norm_first
+        if isinstance(activation, str):
+            checks.choice("TransformerEncoderLayer", "activation", activation, tuple(ACTIVATIONS))
+        self.activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
+        self.norm_first = norm_first
         self.self_attn = MultiheadAttention(
             d_model, nhead, bias=bias, batch_first=batch_first, attention=attention, layer=layer, **options
         )
@@ -49,6 +57,7 @@ class TransformerEncoderLayer(nn.Module):
         self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias)
         self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias)
         self.dropout = nn.Dropout(dropout)
+        self.to(device=device, dtype=dtype)
 
     def forward(
         self,
@@ -69,4 +78,4 @@ class TransformerEncoderLayer(nn.Module):
         return self.dropout(self.self_attn(x, x, x, **masks)[0])
 
     def _transform(self, x: Tensor) -> Tensor:
-        return self.dropout(self.linear2(self.dropout(ACTIVATIONS[self.activation](self.linear1(x)))))
+        return self.dropout(self.linear2(self.dropout(self.activation(self.linear1(x)))))

@@ -41,6 +41,8 @@ class MultiheadAttention(nn.Module):
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
         attention: str = "favor",
         layer: int = 0,
@@ -61,8 +63,9 @@ class MultiheadAttention(nn.Module):
             self.v_proj_weight = nn.Parameter(torch.empty(embed_dim, self.vdim))
         self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim)) if bias else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.mechanism = layer_mechanism(attention, head_dim=self.head_dim, key_heads=num_heads, layer=layer, **options)
+        self.mechanism = layer_mechanism(attention, options, head_dim=self.head_dim, key_heads=num_heads, layer=layer)
         self.reset_parameters()
+        self.to(device=device, dtype=dtype)
         self.register_load_state_dict_pre_hook(_keep_own_features)
 
     @classmethod

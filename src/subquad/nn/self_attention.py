@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from subquad.checks import layers as checks
+from subquad.features.draws import derived_seed
 from subquad.mechanism import Mechanism, RandomFeatures, State
 from subquad.mechanisms import attention as make_mechanism
 from subquad.nn.positions import Rotation
@@ -18,8 +19,9 @@ class Context(NamedTuple):
     rotation: Rotation | None = None
 
 
-def layer_mechanism(name: str, *, head_dim: int, key_heads: int, layer: int = 0, **options: Any) -> Mechanism:
+def layer_mechanism(name: str, options: dict[str, Any], *, head_dim: int, key_heads: int, layer: int = 0) -> Mechanism:
     """The mechanism `name` for one layer: random features differ between layers and between heads."""
+    checks.no_head_dim(name, options)
     mechanism = make_mechanism(name, head_dim=head_dim, **options)
     if not isinstance(mechanism, RandomFeatures) or mechanism.weight is None:
         return mechanism
@@ -28,8 +30,8 @@ def layer_mechanism(name: str, *, head_dim: int, key_heads: int, layer: int = 0,
 
 
 def layer_seed(seed: int, layer: int) -> int:
-    """The seed of a layer's random features; no two layers share one."""
-    return 1000 * seed + layer
+    """The seed of a layer's random features; layers do not share one."""
+    return derived_seed(seed, layer)
 
 
 class SelfAttention(nn.Module):
@@ -68,7 +70,7 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, key_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
         self.mechanism = layer_mechanism(
-            attention, head_dim=self.head_dim, key_heads=key_heads, layer=layer, **(options or {})
+            attention, options or {}, head_dim=self.head_dim, key_heads=key_heads, layer=layer
         )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:

@@ -1,7 +1,9 @@
 """What happens beside the optimisation: fresh features, records, progress, an orderly stop."""
 
+import math
 import os
 import signal
+import threading
 import time
 from types import FrameType
 from typing import Any
@@ -12,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from subquad.features.draws import derived_seed
 from subquad.training.metrics import MetricsFile
 
 
@@ -29,7 +32,7 @@ class Redraw(TrainerCallback):
 
 def feature_seed(seed: int, step: int) -> int:
     """Seed of the random features in use from `step` on."""
-    return seed * 1_000_003 + step
+    return derived_seed(seed, step)
 
 
 class StopOnSignal(TrainerCallback):
@@ -42,7 +45,8 @@ class StopOnSignal(TrainerCallback):
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopOnSignal":
-        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        if threading.current_thread() is threading.main_thread():  # others cannot catch signals
+            self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -54,18 +58,19 @@ class StopOnSignal(TrainerCallback):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.received = number
+        os.write(2, b"\nfinishing the step and saving; once more stops at once\n")  # print() is not safe in a handler
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.received = _agree(self.received)
+        self.received = _agree(self.received, args.device)
         if self.received is not None:
             control.should_save = control.should_training_stop = True
 
 
-def _agree(number: int | None) -> int | None:
+def _agree(number: int | None, device: torch.device) -> int | None:
     """The signal that any rank has received: ranks must save the same step."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return number
-    seen = torch.tensor([number or 0])
+    seen = torch.tensor([number or 0], device=device)
     dist.all_reduce(seen, op=dist.ReduceOp.MAX)
     return int(seen) or None
 
@@ -121,7 +126,7 @@ class RichProgress(TrainerCallback):
     def __init__(self, console: Console, speed: Speed, unit: str) -> None:
         self.console, self.speed, self.unit = console, speed, unit
         self.bar: Progress | None = None
-        self.shown = {"train": "", "eval": ""}
+        self.shown = ""
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.console.is_terminal and state.is_world_process_zero:
@@ -139,16 +144,17 @@ class RichProgress(TrainerCallback):
         if not state.is_world_process_zero or "train_runtime" in logs:
             return
         if "loss" in logs:
-            rate = f"{self.speed.tokens_per_second:,.0f} tokens/s"
-            self.shown["train"] = f"loss {logs['loss']:.4f}  {rate}"
+            self.shown = f"loss {logs['loss']:.4f}  {self.speed.tokens_per_second:,.0f} tokens/s"
         if "eval_loss" in logs:
-            self.shown["eval"] = f"held out: {describe(logs, 'eval_', self.unit)}"
-        if self.bar is not None:
-            self.bar.update(self.task, description="  ".join(text for text in self.shown.values() if text))
+            held_out = describe(logs["eval_loss"], logs["eval_accuracy"], self.unit)
+            self._line(f"step {state.global_step}/{state.max_steps}  held out: {held_out}")
+        elif self.bar is not None:
+            self.bar.update(self.task, description=self.shown)
         else:
-            self.console.print(
-                f"step {state.global_step}/{state.max_steps}  {self.shown['eval' if 'eval_loss' in logs else 'train']}"
-            )
+            self._line(f"step {state.global_step}/{state.max_steps}  {self.shown}")
+
+    def _line(self, text: str) -> None:
+        (self.console if self.bar is None else self.bar.console).print(text, soft_wrap=True, highlight=False)
 
     def stop(self) -> None:
         if self.bar is not None:
@@ -159,12 +165,8 @@ class RichProgress(TrainerCallback):
         self.stop()
 
 
-def describe(metrics: dict[str, float], prefix: str, unit: str) -> str:
+def describe(loss: float, accuracy: float, unit: str) -> str:
     """Loss and accuracy, with perplexity for residues and tokens, bits for bytes and pixels."""
-    bits = unit in ("byte", "dim")
-    quality = (
-        f"{metrics[prefix + 'bits']:.4f} bits per {unit}"
-        if bits
-        else f"perplexity {metrics[prefix + 'perplexity']:.3f}"
-    )
-    return f"loss {metrics[prefix + 'loss']:.4f}, {quality}, accuracy {100 * metrics[prefix + 'accuracy']:.2f} %"
+    bits = f"{loss / math.log(2):.4f} bits per {unit}"
+    quality = bits if unit in ("byte", "dim") else f"perplexity {math.exp(min(loss, 700.0)):.3f}"
+    return f"loss {loss:.4f}, {quality}, accuracy {100 * accuracy:.2f} %"

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.checks import runs
 from subquad.training.files import write_atomically
 
 COLUMNS = (
@@ -59,7 +60,7 @@ class MetricsFile:
         write_atomically(self.path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def append(self, record: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
+        with runs.writable(self.path), self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     def write_csv(self) -> None:
@@ -76,7 +77,8 @@ def plot_losses(curves: dict[str, list[dict[str, Any]]], path: Path, *, unigram:
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     draw_losses(figure.add_subplot(), curves, unigram=unigram, unit=unit)
-    figure.savefig(path, dpi=130)
+    with runs.writable(path):
+        figure.savefig(path, dpi=130)
 
 
 def draw_losses(axes: Any, curves: dict[str, list[dict[str, Any]]], *, unigram: float | None, unit: str) -> None:

@@ -28,6 +28,7 @@ class TrainOptions:
         batch_size, accumulate: samples per process and forward pass; forward passes per step.
         redraw_every: steps between fresh random features; 0 never.
         keep: checkpoints to keep.
+        init: a run or model folder whose weights to begin with (fine-tuning); its shape must be this one's.
         threads: of torch; results are equal bit for bit only with as many.
     """
 
@@ -51,10 +52,10 @@ class TrainOptions:
     steps: int = 500
     batch_size: int = 1
     accumulate: int = 1
-    learning_rate: float = 5e-3
+    learning_rate: float = 0.01
     warmup: int = 20
-    schedule: str = "cosine"
-    weight_decay: float = 0.01
+    schedule: str = "linear"
+    weight_decay: float = 0.0
     clip: float = 1.0
     precision: str = "float32"
     validation: float = 0.05
@@ -64,6 +65,7 @@ class TrainOptions:
     keep: int = 2
     log_every: int = 10
     redraw_every: int = 0
+    init: str | None = None
     seed: int = 0
     threads: int | None = None
 
@@ -80,19 +82,22 @@ class TrainOptions:
             "log_every",
         ):
             checks.count(op, name, getattr(self, name))
-        for name in ("warmup", "redraw_every", "seed"):
+        for name in ("warmup", "redraw_every"):
             checks.count(op, name, getattr(self, name), minimum=0)
         checks.optional_count(op, "threads", self.threads)
         for name in ("learning_rate", "clip"):
             runs.positive(op, name, getattr(self, name))
+        runs.positive(op, "weight_decay", self.weight_decay, zero=True)
+        runs.threads(self.threads)
+        checks.seed(op, self.seed)
         checks.choice(op, "objective", self.objective, OBJECTIVES)
         checks.choice(op, "layout", self.layout, LAYOUTS)
         checks.choice(op, "precision", self.precision, PRECISIONS)
         checks.choice(op, "optimizer", self.optimizer, OPTIMIZERS)
         checks.choice(op, "schedule", self.schedule, SCHEDULES)
 
-    def config(self, **tokens: Any) -> SubquadConfig:
-        """The model's configuration; `tokens` are its vocabulary size, special tokens and domain."""
+    def config(self, *, length: int, **tokens: Any) -> SubquadConfig:
+        """The model's configuration for samples of `length`; `tokens`: vocabulary size, special tokens, domain."""
         return SubquadConfig(
             hidden_size=self.hidden,
             num_hidden_layers=self.layers,
@@ -102,7 +107,7 @@ class TrainOptions:
             attention=self.attention,
             attention_options=self.attention_options,
             positions=self.positions,
-            max_position_embeddings=self.window,
+            max_position_embeddings=length,
             mlp=self.mlp,
             dropout=self.dropout,
             reversible=self.reversible,

@@ -3,7 +3,7 @@
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from subquad import checks
+from subquad.checks import data as data_checks
 from subquad.checks import runs
 from subquad.data import (
     Corpus,
@@ -27,6 +28,7 @@ from subquad.data import (
     unigram_baseline,
 )
 from subquad.data.vocabulary import BYTES
+from subquad.errors import SubquadError
 from subquad.models import SubquadForCausalLM, SubquadForMaskedLM
 from subquad.training import checkpoints
 from subquad.training.callbacks import feature_seed
@@ -50,8 +52,11 @@ class RunData:
         training, held_out = corpus.split(options.validation)
         per_step = options.batch_size * options.accumulate * processes
         train = make_samples(training, options, total=options.steps * per_step)
+        if isinstance(train, Windows):
+            tokens = held_out.num_tokens + len(held_out)
+            data_checks.held_out_window_fits(options.window, tokens, options.validation)
         count = min(options.eval_samples, make_samples(held_out, options).per_epoch)
-        evaluation = make_samples(held_out, options, total=count)
+        evaluation = make_samples(held_out, options, total=count, evaluation=True)
         return cls(train, evaluation, unigram_baseline(training, evaluation, count), per_step)
 
     @property
@@ -59,9 +64,12 @@ class RunData:
         return self.samples_per_step * self.train.length
 
 
-def make_samples(corpus: Corpus, options: TrainOptions, *, total: int | None = None) -> Samples:
+def make_samples(
+    corpus: Corpus, options: TrainOptions, *, total: int | None = None, evaluation: bool = False
+) -> Samples:
     """Samples of the layout and objective that the options ask for; images are always whole."""
     common: dict[str, Any] = {"objective": options.objective, "seed": options.seed, "total": total}
+    common["evaluation"] = evaluation
     if corpus.domain == "image":
         return Images(corpus, **common)
     kind = Windows if options.layout == "windows" else Crops
@@ -86,6 +94,7 @@ def with_threads(options: TrainOptions, folder: Path, resume: bool) -> TrainOpti
 
 def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments:
     gpu, processes = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", "1"))
+    runs.precision(options.precision, gpu)
     arguments: dict[str, Any] = {
         "output_dir": str(folder / "checkpoints"),
         "max_steps": options.steps,
@@ -119,6 +128,7 @@ def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments
 def build_model(corpus: Corpus, options: TrainOptions) -> SubquadForCausalLM | SubquadForMaskedLM:
     vocabulary = corpus.vocabulary
     config = options.config(
+        length=int(corpus.lengths.max()) + 1 if corpus.domain == "image" else options.window,
         vocab_size=vocabulary.size,
         pad_token_id=vocabulary.pad,
         bos_token_id=vocabulary.sep,
@@ -130,7 +140,16 @@ def build_model(corpus: Corpus, options: TrainOptions) -> SubquadForCausalLM | S
     model = (SubquadForCausalLM if options.objective == "causal" else SubquadForMaskedLM)(config)
     drawn = model.redraw(feature_seed(options.seed, 0))
     runs.something_to_redraw(options.redraw_every, drawn)
+    if options.init is not None:
+        _load_weights(model, checkpoints.model_folder(options.init))
     return model
+
+
+def _load_weights(model: SubquadForCausalLM | SubquadForMaskedLM, folder: Path) -> None:
+    """Begins with the weights of another model, features included."""
+    with runs.same_shape(folder):
+        other = type(model).from_pretrained(folder)
+        model.load_state_dict(other.state_dict())
 
 
 def build_optimizer(model: Any, options: TrainOptions) -> torch.optim.Optimizer:
@@ -162,18 +181,26 @@ def versions() -> dict[str, str]:
 @contextmanager
 def opened(folder: Path, record: RunRecord, resume: bool, arguments: TrainingArguments) -> Iterator[Path | None]:
     """The folder as this run's alone; yields the checkpoint to continue from, if there is one."""
-    if arguments.process_index:
-        dist.barrier()
+    with ExitStack() as stack:
+        error: SubquadError | None = None
+        if arguments.process_index == 0:
+            try:
+                runs.writable_folder(folder)
+                stack.enter_context(locked(folder))
+                _prepare(folder, record, resume)
+            except SubquadError as refused:
+                error = refused
+        runs.agreed(_from_first(error))
         yield checkpoints.newest(folder / "checkpoints")
-        return
-    runs.writable_folder(folder)
-    with locked(folder):
-        _prepare(folder, record, resume)
-        checkpoint = checkpoints.newest(folder / "checkpoints")
-        MetricsFile(folder).rewind(0 if checkpoint is None else checkpoints.step_of(checkpoint))
-        if dist.is_initialized():
-            dist.barrier()
-        yield checkpoint
+
+
+def _from_first(value: Any) -> Any:
+    """What the first process says, on all of them."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def _prepare(folder: Path, record: RunRecord, resume: bool) -> None:
@@ -183,6 +210,8 @@ def _prepare(folder: Path, record: RunRecord, resume: bool) -> None:
     sweep(folder / "checkpoints")
     if resume and path.exists():
         runs.same_run(folder, RunRecord.load(path).differences(record))
-        return
-    runs.free_folder(folder, resume)
-    record.save(path)
+    else:
+        runs.free_folder(folder, resume)
+        record.save(path)
+    checkpoint = checkpoints.newest(folder / "checkpoints")
+    MetricsFile(folder).rewind(0 if checkpoint is None else checkpoints.step_of(checkpoint))
