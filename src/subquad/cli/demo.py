@@ -156,9 +156,11 @@ def _plot(out: Path, results: dict[str, Any], costs: "dict[str, list[DecodeCost]
 
 
 def _generate(out: Path) -> int:
+    """Shown as it grows, and kept."""
     from subquad.cli.generate import generate
 
-    return generate(
-        out / "favor", prompt="M", length=240, num=1, temperature=0.9, top_k=0, top_p=0.95, greedy=False, endless=False,
-        output=out / "protein.fasta", seed=0,
-    )  # fmt: skip
+    options: dict[str, Any] = {"prompt": "M", "length": 240, "num": 1, "temperature": 0.9, "top_k": 0, "top_p": 0.95}
+    options |= {"greedy": False, "endless": False, "seed": 0}
+    code = generate(out / "favor", output=out / "protein.fasta", **options)
+    print((out / "protein.fasta").read_text(), end="")
+    return code
