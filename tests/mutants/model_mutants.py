@@ -96,7 +96,7 @@ MODELS = (
     ),
     Mutant(
         "the mean counts padding",
-        "models/modeling.py",
+        "models/heads.py",
         "hidden.masked_fill(~real[..., None], 0).sum(1) / real.sum(-1, keepdim=True).clamp(min=1)",
         "hidden.mean(1)",
         tests("models", "classification_ignores"),

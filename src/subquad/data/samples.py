@@ -6,7 +6,7 @@ resumed at sample i therefore goes on exactly as one that was never interrupted,
 
 from abc import ABC, abstractmethod
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,9 +23,13 @@ IGNORED = -100
 
 
 class Samples(Dataset, ABC):
-    """Sample i is a dict of `input_ids` and `labels`, 1-D int64 tensors. `evaluation` hides all masked targets."""
+    """Sample i is a dict of `input_ids` and `labels`, 1-D int64 tensors.
 
-    per_epoch: int
+    Args:
+        length: tokens per sample, at most.
+        total: samples in all, over as many epochs as that takes; one epoch unless given.
+        evaluation: hides all masked targets.
+    """
 
     def __init__(
         self,
@@ -41,6 +45,11 @@ class Samples(Dataset, ABC):
         self.corpus, self.length, self.objective, self.seed = corpus, length, objective, seed
         self._total, self.evaluation = total, evaluation
         self._order = lru_cache(maxsize=2)(self._shuffle)
+        self.per_epoch = self.count()
+
+    @abstractmethod
+    def count(self) -> int:
+        """Samples per epoch."""
 
     def __len__(self) -> int:
         return self.per_epoch if self._total is None else self._total
@@ -66,21 +75,11 @@ class Windows(Samples):
     A window may hold parts of several sequences, and attention sees across the separators.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        length: int,
-        *,
-        objective: str,
-        seed: int,
-        total: int | None = None,
-        evaluation: bool = False,
-    ) -> None:
-        super().__init__(corpus, length, objective=objective, seed=seed, total=total, evaluation=evaluation)
-        tokens = corpus.num_tokens + len(corpus)
-        checks.window_fits(length, tokens)
-        self.per_epoch = tokens // length
+    def count(self) -> int:
+        tokens = self.corpus.num_tokens + len(self.corpus)
+        checks.window_fits(self.length, tokens)
         self._ends = lru_cache(maxsize=2)(self._ends_of)
+        return tokens // self.length
 
     def _ends_of(self, epoch: int) -> np.ndarray:
         """Where each sequence's separator ends, in the order of the epoch."""
@@ -105,19 +104,9 @@ class Windows(Samples):
 class Crops(Samples):
     """One sequence per sample, or a random stretch of it if it is longer than `length`; shorter ones are padded."""
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        length: int,
-        *,
-        objective: str,
-        seed: int,
-        total: int | None = None,
-        evaluation: bool = False,
-    ) -> None:
-        super().__init__(corpus, length, objective=objective, seed=seed, total=total, evaluation=evaluation)
-        checks.crop_length(length)
-        self.per_epoch = len(corpus)
+    def count(self) -> int:
+        checks.crop_length(self.length)
+        return len(self.corpus)
 
     def tokens(self, index: int) -> np.ndarray:
         epoch, place = divmod(index, self.per_epoch)
@@ -131,13 +120,11 @@ class Crops(Samples):
 class Images(Samples):
     """One image per sample, whole, behind a separator."""
 
-    def __init__(
-        self, corpus: Corpus, *, objective: str, seed: int, total: int | None = None, evaluation: bool = False
-    ) -> None:
-        super().__init__(
-            corpus, int(corpus.lengths.max()) + 1, objective=objective, seed=seed, total=total, evaluation=evaluation
-        )
-        self.per_epoch = len(corpus)
+    def __init__(self, corpus: Corpus, **options: Any) -> None:
+        super().__init__(corpus, int(corpus.lengths.max()) + 1, **options)
+
+    def count(self) -> int:
+        return len(self.corpus)
 
     def tokens(self, index: int) -> np.ndarray:
         epoch, place = divmod(index, self.per_epoch)

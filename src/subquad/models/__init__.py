@@ -11,14 +11,13 @@ from transformers import (
 
 from subquad.models.cache import SubquadCache
 from subquad.models.configuration import SubquadConfig
-from subquad.models.modeling import (
+from subquad.models.heads import (
     SubquadForCausalLM,
     SubquadForMaskedLM,
     SubquadForSequenceClassification,
     SubquadForTokenClassification,
-    SubquadModel,
-    SubquadPreTrainedModel,
 )
+from subquad.models.modeling import SubquadModel, SubquadPreTrainedModel
 from subquad.models.scoring import embeddings, log_likelihoods, pseudo_log_likelihoods
 
 __all__ = [

@@ -8,7 +8,8 @@ from torch import Tensor
 from subquad.checks import models as checks
 from subquad.models.batching import Batch, batches_by_length
 from subquad.models.cache import SubquadCache
-from subquad.models.modeling import SubquadForCausalLM, SubquadForMaskedLM, SubquadModel
+from subquad.models.heads import SubquadForCausalLM, SubquadForMaskedLM
+from subquad.models.modeling import SubquadModel
 
 BATCH_TOKENS = 16_384
 PIECE = 4096  # tokens whose logits are held at once
