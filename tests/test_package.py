@@ -1,6 +1,7 @@
 """The package as an installer, an importer and a reader of its imports sees it."""
 
 import ast
+import os
 import subprocess
 import sys
 from importlib.metadata import metadata, version
@@ -63,6 +64,17 @@ def test_layers_need_torch_alone() -> None:
     """`subquad.nn` works without any extra."""
     program = "import torch, sys; before = set(sys.modules); import subquad.nn; print(*(set(sys.modules) - before))"
     assert [name for name in run(program).split() if name.startswith(HEAVY)] == []
+
+
+def test_the_command_says_what_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(SOURCE.parent)])}
+    command = [sys.executable, "-m", "subquad", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "subquad: error: the command line needs typer; pip install 'subquad[cli]'\n",
+    )
 
 
 def test_import_is_fast() -> None:

@@ -7,7 +7,8 @@ def run() -> None:
     try:
         from subquad.cli import main
     except ModuleNotFoundError as error:
-        sys.exit(f"subquad: error: the command line needs {error.name}; pip install 'subquad[cli]'")
+        print(f"subquad: error: the command line needs {error.name}; pip install 'subquad[cli]'", file=sys.stderr)
+        sys.exit(2)
     sys.exit(main())
 
 
