@@ -323,6 +323,15 @@ def test_other_options_are_refused(tmp_path: Path) -> None:
     )
 
 
+def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+    quiet_train(tmp_path, replace(SHORT, steps=1))
+    record = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**record, "processes": 2}))
+    assert message_of(lambda: quiet_train(tmp_path, replace(SHORT, steps=1), resume=True), tmp_path) == (
+        "FOLDER: was begun with other settings (processes: 2 -> 1); resume with those of the run, or begin another"
+    )
+
+
 def test_damaged_checkpoints_are_seen(tmp_path: Path) -> None:
     quiet_train(tmp_path, SHORT)
     path = tmp_path / "checkpoints" / "checkpoint-6" / "optimizer.pt"

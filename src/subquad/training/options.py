@@ -123,6 +123,7 @@ class RunRecord:
     options: TrainOptions
     domain: str
     fingerprint: str
+    processes: int
     versions: dict[str, str]
 
     def save(self, path: Path) -> None:
@@ -140,5 +141,6 @@ class RunRecord:
             (option.name, getattr(self.options, option.name), getattr(other.options, option.name))
             for option in fields(TrainOptions)
         ]
-        pairs += [("data", self.fingerprint, other.fingerprint), ("domain", self.domain, other.domain)]
+        names = ("fingerprint", "domain", "processes")
+        pairs += [(name, getattr(self, name), getattr(other, name)) for name in names]
         return [f"{name}: {ours!r} -> {theirs!r}" for name, ours, theirs in pairs if ours != theirs]

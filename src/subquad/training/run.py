@@ -96,7 +96,7 @@ def train(
     arguments = training_arguments(options, folder)  # joins the other processes, if any
     data = RunData.of(corpus, options, arguments.world_size)
     model = build_model(corpus, options)
-    record = RunRecord(options, corpus.domain, corpus.fingerprint, versions())
+    record = RunRecord(options, corpus.domain, corpus.fingerprint, arguments.world_size, versions())
     watch = _Watch.over(folder, data, options, console)
     with opened(folder, record, resume, arguments) as checkpoint:
         if (done := Result.of_finished(folder)) is not None:
