@@ -1,6 +1,6 @@
 """Classify long sequences: ListOps (Nangia and Bowman 2018), expressions such as [MAX 2 9 [MIN 4 7 ] 0 ].
 
-python examples/listops.py [--steps 300] [--length 512] [--attention favor]
+python examples/listops.py [--steps 300] [--length 256] [--attention favor]
 """
 
 import argparse
@@ -47,7 +47,7 @@ def batch(chance: random.Random, size: int, length: int) -> dict[str, torch.Tens
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a classifier of ListOps expressions.")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--attention", default="favor")
     arguments = parser.parse_args()
     torch.manual_seed(0)

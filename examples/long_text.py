@@ -4,7 +4,6 @@ python examples/long_text.py books/ [--window 8192]
 """
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from subquad.training import TrainOptions, train
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train on a folder of text and continue a sentence.")
-    parser.add_argument("folder", type=Path, nargs="?", default=Path(sys.prefix), help="text files")
+    parser.add_argument("folder", type=Path, help="where .txt, .md and .rst files are")
     parser.add_argument("--window", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--prompt", default="The ")
