@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer._click.core import ParameterSource
 
 from subquad.checks import cli as checks
 from subquad.checks import data as data_checks
@@ -199,6 +198,6 @@ def _options(context: typer.Context, given: dict[str, Any]) -> Any:
     path = given["out"] / "run.json"
     if not given["resume"] or not path.exists():
         return TrainOptions(**chosen)
-    typed = {name for name in given if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    typed = {name for name in given if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
     typed |= {"attention_options"} if "option" in typed else set()
     return replace(RunRecord.load(path).options, **{name: value for name, value in chosen.items() if name in typed})
