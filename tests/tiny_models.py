@@ -1,0 +1,28 @@
+"""Models small enough for float64."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.models import SubquadConfig, SubquadForCausalLM
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+
+
+def make(kind: Any = SubquadForCausalLM, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(SubquadConfig(**{**SMALL, "num_hidden_layers": 2, **options})).to(dtype).eval()
+
+
+def random_ids(*shape: int) -> Tensor:
+    return torch.randint(2, 23, shape, generator=torch.Generator().manual_seed(5))
