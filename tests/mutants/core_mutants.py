@@ -347,7 +347,7 @@ CORE = (
     ),
     Mutant(
         "forward mode is not refused",
-        "checks.py",
+        "checks/__init__.py",
         "forward_ad.unpack_dual(t).tangent is not None for t in tensors",
         "False for t in tensors",
         "tests/test_errors.py -k 'transforms and dual'",
