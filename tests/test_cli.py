@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -357,7 +356,6 @@ def test_models_that_are_not_ours(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.full
 def test_demo_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    begun = time.monotonic()
     assert main(["demo", "--out", str(tmp_path), "--steps", "4", "--window", "512"]) == 0
     shown = capsys.readouterr().out
     for row in ("held-out perplexity", "seconds per step", "peak memory", "decoding at 16,384", "cache at 1,024"):
@@ -365,6 +363,5 @@ def test_demo_in_miniature(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert (tmp_path / "demo.png").stat().st_size > 10_000
     (record,) = read_fasta(tmp_path / "protein.fasta")
     assert record[1][:60] in shown
-    first = time.monotonic() - begun
     assert main(["demo", "--out", str(tmp_path), "--steps", "4", "--window", "512"]) == 0  # again, from what is there
-    assert time.monotonic() - begun < 3 * first
+    assert "training with favor" in capsys.readouterr().out

@@ -371,7 +371,6 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files may not exceed some kilobytes from the second checkpoint on, as on a full disk."""
-    monkeypatch.setattr(signal, "SIGXFSZ", signal.SIGXFSZ)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     fetch = Samples.__getitem__
 

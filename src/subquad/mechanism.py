@@ -104,18 +104,18 @@ class Mechanism(nn.Module, ABC):
         """
 
 
-class RandomFeatures(nn.Module):
+class RandomFeatures(nn.Module, ABC):
     """A module whose buffer `weight` moves with it but stays float32, as `.half()` would make it other features."""
 
     weight: Tensor | None
 
+    @abstractmethod
     def redraw(self, seed: int) -> None:
         """Fresh random features, in place."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reset_parameters(self) -> None:
         """The features of the constructor's seed."""
-        raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RandomFeatures":
         before = self._buffers["weight"]

@@ -40,7 +40,8 @@ Attention = Annotated[
     str, _option("favor, softmax, linear or identity; or one for each layer: favor,favor,softmax.", MODEL)
 ]
 Options = Annotated[
-    list[str], _option("NAME=VALUE of the mechanism, such as num_features=128; may be repeated.", MODEL, "--option")
+    list[str] | None,
+    _option("NAME=VALUE of the mechanism, such as num_features=128; may be repeated.", MODEL, "--option"),
 ]
 Layers = Annotated[int, _option("Layers.", MODEL)]
 Hidden = Annotated[int, _option("Width.", MODEL)]
@@ -73,7 +74,7 @@ EvalSamples = Annotated[int, _option("Held-out samples to evaluate.", DATA)]
 
 def _training_options(
     out: Out = Path("run"), resume: Resume = False, tensorboard: Tensorboard = False,
-    attention: Attention = "favor", option: Options = [], layers: Layers = 4, hidden: Hidden = 128,  # noqa: B006
+    attention: Attention = "favor", option: Options = None, layers: Layers = 4, hidden: Hidden = 128,
     heads: Heads = 4, key_value_heads: KeyValueHeads = None, intermediate: Intermediate = None,
     positions: Positions = "rotary", dropout: Dropout = 0.0,
     reversible: Reversible = False, gradient_checkpointing: Checkpointing = False, redraw_every: RedrawEvery = 0,
@@ -192,7 +193,7 @@ def _options(context: typer.Context, given: dict[str, Any]) -> Any:
 
     names = given["attention"].split(",")
     chosen = {**given, "attention": names if len(names) > 1 else names[0]}
-    chosen["attention_options"] = checks.option_pairs(given["option"])
+    chosen["attention_options"] = checks.option_pairs(given["option"] or [])
     known = {field.name for field in fields(TrainOptions)}
     chosen = {name: value for name, value in chosen.items() if name in known}
     path = given["out"] / "run.json"

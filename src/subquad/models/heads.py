@@ -1,5 +1,6 @@
 """What the model is asked for: the next token, hidden tokens, a label for a sequence or for each token."""
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -114,7 +115,7 @@ class SubquadForMaskedLM(SubquadPreTrainedModel):
         return result if return_dict is not False else result.to_tuple()
 
 
-class _Classifier(SubquadPreTrainedModel):
+class _Classifier(SubquadPreTrainedModel, ABC):
     """A linear layer on vectors made of the hidden states."""
 
     output: type[SequenceClassifierOutput] | type[TokenClassifierOutput]
@@ -126,11 +127,13 @@ class _Classifier(SubquadPreTrainedModel):
         self.score = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 
+    @abstractmethod
     def vectors(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
-        raise NotImplementedError
+        """What is classified, `[..., E]`."""
 
+    @abstractmethod
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The mean loss over all labels."""
 
     def forward(
         self,
