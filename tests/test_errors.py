@@ -316,7 +316,10 @@ OPTIONS = {
         lambda: FavorAttention(8, kernel="rbf"),
         "favor: kernel must be one of softmax, gaussian, got 'rbf'",
     ),
-    "backend": (lambda: LinearAttention(8, backend="cuda"), "linear: backend must be one of auto, torch, got 'cuda'"),
+    "backend": (
+        lambda: LinearAttention(8, backend="cuda"),
+        "linear: backend must be one of auto, cpu, torch, got 'cuda'",
+    ),
     "odd hyperbolic": (
         lambda: FavorAttention(8, 15, estimator="hyperbolic"),
         "favor: estimator='hyperbolic' uses every row with both signs, so num_features must be even, got 15",

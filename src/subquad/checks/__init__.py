@@ -18,7 +18,7 @@ from torch import Tensor
 from subquad.errors import BackendError, ConfigError, DtypeError, MaskError, ShapeError
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-BACKENDS = ("auto", "torch")
+BACKENDS = ("auto", "cpu", "torch")
 
 
 def shape_of(tensor: Tensor) -> str:
@@ -275,6 +275,10 @@ def choice(op: str, name: str, value: Any, choices: Sequence[str]) -> None:
 
 def backend(op: str, value: Any) -> None:
     choice(op, "backend", value, BACKENDS)
+
+
+def no_cpu_engine(op: str, reason: str) -> ConfigError:
+    return ConfigError(f"{op}: backend='cpu' cannot be used: {reason}; backend='auto' falls back to torch")
 
 
 def probability(op: str, name: str, value: Any) -> float:

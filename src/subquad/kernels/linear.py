@@ -39,6 +39,7 @@ class LinearOptions(NamedTuple):
     root: float
     chunk: int
     borders: bool  # keep what the backward needs
+    engine: str = "torch"
 
 
 class LinearOutputs(NamedTuple):

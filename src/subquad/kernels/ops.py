@@ -11,6 +11,9 @@ from torch import Tensor
 from subquad import checks
 from subquad.features import FeatureMap
 from subquad.kernels import favor, linear
+from subquad.kernels.cpu import favor as cpu_favor
+from subquad.kernels.cpu import linear as cpu_linear
+from subquad.kernels.engines import choose_engine
 from subquad.kernels.favor import EngineOptions, FavorInputs
 from subquad.kernels.linear import LinearInputs, LinearOptions
 from subquad.kernels.precision import without_autocast
@@ -48,21 +51,24 @@ _FAVOR_ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor sink_k, Tensor sink_v, "
     "Tensor query, Tensor key, Tensor key_bias, Tensor? offset_weight, Tensor? offset_bias, "
     "Tensor? alive, Tensor? fold, Tensor? sink_seen, Tensor? far_max, Tensor? far_sum, "
-    "str rule, int groups, int near, bool causal, float scale, bool gaussian, int chunk, bool borders"
+    "str rule, int groups, int near, bool causal, float scale, bool gaussian, int chunk, bool borders, str engine"
 )
 _FAVOR_TENSORS = 15
 _FAVOR_DIFFERENTIABLE = 10  # the leading ones, and far_sum
+_FAVOR_ENGINES: dict[str, Any] = {"torch": favor, "cpu": cpu_favor}
 
 
 def favor_attention(
-    inputs: FavorInputs, *, near: int, causal: bool, scale: float, gaussian: bool, chunk: int
+    inputs: FavorInputs, *, near: int, causal: bool, scale: float, gaussian: bool, chunk: int, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output `[B, H, T, Dv]` and, when causal, the far field after the last token (max, sum)."""
     m = inputs.map
     checks.no_transforms(*inputs[:3])
     tensors = (*inputs[:5], m.query, m.key, m.key_bias, m.offset_weight, m.offset_bias, *inputs[6:])
     borders = _needs_gradients(*tensors[:_FAVOR_DIFFERENTIABLE], inputs.far_sum)
-    out, *_, far_max, far_sum = favor_forward(*tensors, m.rule, m.groups, near, causal, scale, gaussian, chunk, borders)
+    engine = choose_engine("favor", backend, inputs.q)
+    options = (m.rule, m.groups, near, causal, scale, gaussian, chunk, borders, engine)
+    out, *_, far_max, far_sum = favor_forward(*tensors, *options)
     return out, far_max, far_sum
 
 
@@ -75,13 +81,15 @@ def _favor_problem(*args: Any) -> tuple[FavorInputs, EngineOptions]:
 
 
 def _favor_forward(*args: Any) -> tuple[Tensor, ...]:
-    return tuple(favor.forward(*_favor_problem(*args)))
+    inputs, options = _favor_problem(*args)
+    return tuple(_FAVOR_ENGINES[options.engine].forward(inputs, options))
 
 
 def _favor_forward_fake(*args: Any) -> tuple[Tensor, ...]:
     inputs, options = _favor_problem(*args)
     num_features = inputs.map.num_features
-    count = favor.border_count(inputs.q.shape[2], inputs.q.shape[0] * inputs.q.shape[1], num_features, options)
+    heads = inputs.q.shape[0] * inputs.q.shape[1]
+    count = _FAVOR_ENGINES[options.engine].border_count(inputs.q.shape[2], heads, num_features, options)
     return _fake_outputs(inputs.q, inputs.k, inputs.v, num_features, num_features, (2,), count, options.causal)
 
 
@@ -105,7 +113,7 @@ def _favor_backward(*args: Any) -> list[Tensor]:
     grad_out, out, lognorm, borders_max, borders_sum, grad_far_sum, want_map, *rest = args
     inputs, options = _favor_problem(*rest)
     saved = Saved(grad_out, out, lognorm)
-    gradients, grad_state, of_map = favor.backward(
+    gradients, grad_state, of_map = _FAVOR_ENGINES[options.engine].backward(
         inputs, options, saved, borders_max, borders_sum, grad_far_sum, want_map
     )
     of_tensors = [g.to(t.dtype) for g, t in zip(gradients, rest[:5], strict=True)]
@@ -167,18 +175,20 @@ favor_backward.register_autograd(_refuse_double_backward)
 _LINEAR_ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? weight, Tensor? log_weight, "
     "Tensor? alive, Tensor? far_max, Tensor? far_sum, "
-    "str feature_map, bool causal, float root, int chunk, bool borders"
+    "str feature_map, bool causal, float root, int chunk, bool borders, str engine"
 )
 _LINEAR_TENSORS = 8
+_LINEAR_ENGINES: dict[str, Any] = {"torch": linear, "cpu": cpu_linear}
 
 
 def linear_attention(
-    inputs: LinearInputs, *, feature_map: str, causal: bool, root: float, chunk: int
+    inputs: LinearInputs, *, feature_map: str, causal: bool, root: float, chunk: int, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output `[B, H, T, Dv]` and, when causal, the state after the last token (max, sum)."""
     checks.no_transforms(*inputs[:3])
     borders = _needs_gradients(*inputs[:5], inputs.far_sum)
-    out, *_, far_max, far_sum = linear_forward(*inputs, feature_map, causal, root, chunk, borders)
+    engine = choose_engine("linear", backend, inputs.q, signed=inputs.log_weight is not None)
+    out, *_, far_max, far_sum = linear_forward(*inputs, feature_map, causal, root, chunk, borders, engine)
     return out, far_max, far_sum
 
 
@@ -187,13 +197,15 @@ def _linear_problem(*args: Any) -> tuple[LinearInputs, LinearOptions]:
 
 
 def _linear_forward(*args: Any) -> tuple[Tensor, ...]:
-    return tuple(linear.forward(*_linear_problem(*args)))
+    inputs, options = _linear_problem(*args)
+    return tuple(_LINEAR_ENGINES[options.engine].forward(inputs, options))
 
 
 def _linear_forward_fake(*args: Any) -> tuple[Tensor, ...]:
     inputs, options = _linear_problem(*args)
     num_features = inputs.k.shape[-1] if inputs.weight is None else inputs.weight.shape[1]
-    count = linear.border_count(inputs.q.shape[2], inputs.q.shape[0] * inputs.q.shape[1], num_features, options)
+    heads = inputs.q.shape[0] * inputs.q.shape[1]
+    count = _LINEAR_ENGINES[options.engine].border_count(inputs.q.shape[2], heads, num_features, options)
     return _fake_outputs(inputs.q, inputs.k, inputs.v, num_features, 1, (), count, options.causal)
 
 
@@ -201,7 +213,8 @@ def _linear_backward(*args: Any) -> list[Tensor]:
     grad_out, out, normaliser, borders_max, borders_sum, grad_far_sum, want_weight, *rest = args
     inputs, options = _linear_problem(*rest)
     saved = Saved(grad_out, out, normaliser)
-    gradients = linear.backward(inputs, options, saved, borders_max, borders_sum, grad_far_sum, want_weight)
+    backward = _LINEAR_ENGINES[options.engine].backward
+    gradients = backward(inputs, options, saved, borders_max, borders_sum, grad_far_sum, want_weight)
     tensors = (*inputs[:5], borders_sum)
     return [g if t is None else g.to(t.dtype) for g, t in zip(gradients, tensors, strict=True)]
 

@@ -60,6 +60,7 @@ def favor_attention(
         near: tokens per block, 0 for none (needed for cross-attention).
         kernel: "softmax" exp(q.k), or "gaussian" exp(-|q - k|^2 / 2), both of scaled q, k.
         scale: of the logits, `1 / sqrt(D)` unless given.
+        backend: "cpu" for the C++ engine (float32 or less, on CPUs), "torch", or "auto": the first that can.
         chunk: tokens done at once; speed only.
     Returns:
         `[B, H, T, Dv]`.
@@ -89,6 +90,7 @@ def make_options(
         gaussian=kernel == "gaussian",
         scale=checks.scale("favor", scale, head_dim),
         chunk=checks.optional_count("favor", "chunk", chunk) or 0,
+        backend=backend,
     )
 
 
@@ -309,7 +311,12 @@ class FavorAttention(RandomFeatures, Mechanism):
         far = (None, None) if state is None else (state.far_max, state.far_sum)
         inputs = LinearInputs(phi_q, phi_k, v.to(dtype), None, self._trigonometric_log_weight(y), key_mask, *far)
         out, far_max, far_sum = ops.linear_attention(
-            inputs, feature_map="identity", causal=causal, root=1.0, chunk=self.options.chunk
+            *(inputs,),
+            feature_map="identity",
+            causal=causal,
+            root=1.0,
+            chunk=self.options.chunk,
+            backend=self.options.backend,
         )
         return out.to(q.dtype), far_max, far_sum
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from subquad import checks
 from subquad.features import FeatureMap
 from subquad.kernels import ops
+from subquad.kernels.cpu.step import favor_step
+from subquad.kernels.engines import step_engine
 from subquad.kernels.favor import FavorInputs
 from subquad.kernels.favor.problem import normalise, references
 from subquad.kernels.logs import LogFeatures, half_square
@@ -43,10 +45,17 @@ class FavorOptions(NamedTuple):
     gaussian: bool
     scale: float
     chunk: int
+    backend: str
 
     def run(self, inputs: FavorInputs, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
         return ops.favor_attention(
-            inputs, near=self.near, causal=causal, scale=self.scale, gaussian=self.gaussian, chunk=self.chunk
+            *(inputs,),
+            near=self.near,
+            causal=causal,
+            scale=self.scale,
+            gaussian=self.gaussian,
+            chunk=self.chunk,
+            backend=self.backend,
         )
 
 
@@ -93,6 +102,10 @@ def extend(
     real = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
     if q.shape[2] == 1:
         checks.no_transforms(q, k, v)
+        tensors = (k, v, *state, map.query, map.key, map.key_bias, map.offset_weight, map.offset_bias)
+        if step_engine("favor", options.backend, q, *tensors) == "cpu":
+            how = {"near": options.near, "root": options.scale**0.5, "gaussian": options.gaussian}
+            return favor_step(q, k, v, map, real[:, 0], state, **how)
         return _Step(options, map, state, real[:, 0]).extend(q, k, v)
     index = state.length[:, None] + real.cumsum(-1) - 1  # position among the real tokens of the sequence
     slots = slots_of(index, real & (index < options.sinks), options.sinks)

@@ -11,6 +11,8 @@ from subquad.features.draws import COUPLINGS, gaussian_rows
 from subquad.features.elementwise import ELEMENTWISE
 from subquad.features.positive import FeatureMap
 from subquad.kernels import ops
+from subquad.kernels.cpu.step import favor_step, linear_step
+from subquad.kernels.engines import step_engine
 from subquad.kernels.favor import FavorInputs
 from subquad.kernels.linear import LinearInputs
 from subquad.kernels.logs import project
@@ -26,6 +28,7 @@ from subquad.mechanism import (
     normalised,
     repeat_heads,
 )
+from subquad.mechanisms.favor_state import FavorState
 
 FEATURE_MAPS = ("elu1", "relu", "softplus", "relu2", "exp")
 
@@ -64,6 +67,7 @@ def linear_attention(
         projection: `[K or 1, M, D]`: phi acts on `projection @ x`, x = sqrt(scale) q, as in the Performer's generalised
             attention. Without it phi acts on q and k as they are.
         scale: only with a projection; `1 / sqrt(D)` unless given.
+        backend: "cpu" for the C++ engine (float32 or less, on CPUs), "torch", or "auto": the first that can.
         chunk: tokens done at once; speed only.
     Returns:
         `[B, H, T, Dv]`. A row whose weights are all zero (relu) is zero.
@@ -80,17 +84,20 @@ def linear_attention(
     elif scale is not None:
         raise checks.only_with_projection("scale")
     root = 1.0 if projection is None else checks.scale("linear", scale, q.shape[-1]) ** 0.5
-    phi = _Phi(feature_map, projection, root, checks.optional_count("linear", "chunk", chunk) or 0)
+    phi = _Phi(feature_map, projection, root, checks.optional_count("linear", "chunk", chunk) or 0, backend)
     return phi.attend(q, k, v, causal, key_mask, None)[0]
 
 
 class _Phi:
     """A feature map with its projection, and the engine that serves it."""
 
-    def __init__(self, feature_map: str | PhiFunction, projection: Tensor | None, root: float, chunk: int) -> None:
+    def __init__(
+        self, feature_map: str | PhiFunction, projection: Tensor | None, root: float, chunk: int, backend: str
+    ) -> None:
         if not callable(feature_map) and feature_map not in FEATURE_MAPS:
             raise checks.not_a_feature_map(feature_map, FEATURE_MAPS)
-        self.feature_map, self.projection, self.root, self.chunk = feature_map, projection, root, chunk
+        self.feature_map, self.projection, self.root = feature_map, projection, root
+        self.chunk, self.backend = chunk, backend
 
     @property
     def in_log_space(self) -> bool:
@@ -115,22 +122,30 @@ class _Phi:
         far = (None, None) if state is None else tuple(state)
         if self.in_log_space:
             inputs = FavorInputs(q, k, v, k[:, :, :0], v[:, :, :0], self._as_map(k), key_mask, None, None, *far)
-            return ops.favor_attention(
-                inputs, near=0, causal=causal, scale=self.root**2, gaussian=False, chunk=self.chunk
-            )
+            options = {"near": 0, "scale": self.root**2, "gaussian": False}
+            return ops.favor_attention(inputs, causal=causal, chunk=self.chunk, backend=self.backend, **options)
         if callable(self.feature_map):
             dtype = torch.promote_types(q.dtype, torch.float32)
             if key_mask is not None:  # the function must not see what a masked key holds
                 k = k.masked_fill(~key_mask[:, None, :, None], 0)
             inputs = LinearInputs(self(q).to(dtype), self(k).to(dtype), v.to(dtype), None, None, key_mask, *far)
+            options = {"feature_map": "identity", "root": 1.0}
             out, far_max, far_sum = ops.linear_attention(
-                inputs, feature_map="identity", causal=causal, root=1.0, chunk=self.chunk
+                inputs, causal=causal, chunk=self.chunk, backend=self.backend, **options
             )
             return out.to(q.dtype), far_max, far_sum
         inputs = LinearInputs(q, k, v, self.projection, None, key_mask, *far)
-        return ops.linear_attention(
-            inputs, feature_map=str(self.feature_map), causal=causal, root=self.root, chunk=self.chunk
-        )
+        options = {"feature_map": str(self.feature_map), "root": self.root}
+        return ops.linear_attention(inputs, causal=causal, chunk=self.chunk, backend=self.backend, **options)
+
+    def native_log_step(
+        self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: LinearState
+    ) -> tuple[Tensor, LinearState]:
+        """One token of the exponential map: FAVOR without near blocks and sinks."""
+        empty_k, empty_v, start = k[:, :, :0], v[:, :, :0], torch.zeros(k.shape[0], dtype=torch.int64)
+        past = FavorState(start, empty_k, empty_v, empty_k, empty_v, *state)
+        out, new = favor_step(q, k, v, self._as_map(k), real, past, near=0, root=self.root, gaussian=False)
+        return out, LinearState(new.far_max, new.far_sum)
 
     def _as_map(self, k: Tensor) -> FeatureMap:
         weight = self.projection
@@ -184,6 +199,7 @@ class LinearAttention(RandomFeatures, Mechanism):
         checks.choice(self.name, "coupling", self.coupling, COUPLINGS)
         self.chunk = chunk
         checks.backend(self.name, backend)
+        self.backend = backend
         projected = num_features is not None
         for option, value in (("coupling", coupling), ("num_heads", num_heads), ("scale", scale), ("seed", seed)):
             if value is not None and not projected:
@@ -205,7 +221,7 @@ class LinearAttention(RandomFeatures, Mechanism):
 
     @property
     def _phi(self) -> _Phi:
-        return _Phi(self.feature_map, self.weight, self.root, self.chunk or 0)
+        return _Phi(self.feature_map, self.weight, self.root, self.chunk or 0, self.backend)
 
     def extra_repr(self) -> str:
         shown = f"head_dim={self.head_dim}, feature_map={self.feature_map!r}"
@@ -273,12 +289,31 @@ class LinearAttention(RandomFeatures, Mechanism):
         checks.state(self.name, state, LinearState, shapes, k)
         return LinearState(*state)
 
+    def _native_step(
+        self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, LinearState] | None:
+        phi, past = self._phi, () if state is None else tuple(state)
+        if callable(self.feature_map) or step_engine("linear", self.backend, q, k, v, self.weight, *past) == "torch":
+            return None
+        real = k.new_ones(k.shape[0], dtype=torch.bool) if key_mask is None else key_mask[:, 0]
+        if state is None:
+            features, dims = self.num_features or self.head_dim, k.shape[:2]
+            lowest = (FLOOR, features) if phi.in_log_space else (0.0, 1)
+            far_max = k.new_full((*dims, lowest[1]), lowest[0], dtype=torch.float32)
+            state = LinearState(far_max, k.new_zeros(*dims, features, v.shape[-1] + 1, dtype=torch.float32))
+        if phi.in_log_space:
+            return phi.native_log_step(q, k, v, real, state)
+        out, far_sum = linear_step(q, k, v, self.weight, real, state.far_sum, str(self.feature_map), self.root)
+        return out, LinearState(state.far_max, far_sum)
+
     def _step(
         self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """One new token, in a handful of small operations."""
-        dtype = torch.promote_types(q.dtype, torch.float32)
         checks.no_transforms(q, k, v)
+        if native := self._native_step(q, k, v, state, key_mask):
+            return native
+        dtype = torch.promote_types(q.dtype, torch.float32)
         own_dtype = callable(self.feature_map)  # a function gets what it would get in the definition
         x, y = (q, k) if own_dtype else (q.to(dtype), k.to(dtype))
         values = with_ones(v.to(dtype))

@@ -40,6 +40,7 @@ class EngineOptions(NamedTuple):
     gaussian: bool
     chunk: int
     borders: bool  # keep what the backward needs
+    engine: str = "torch"
 
 
 class Gradients(NamedTuple):

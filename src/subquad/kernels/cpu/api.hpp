@@ -1,0 +1,61 @@
+// What Python hands over: plain pointers and sizes, mirrored field by field in library.py.
+#pragma once
+#include <cstdint>
+
+enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+// EXP keeps logarithms and running maxima (FAVOR); the others act on each number alone (linear attention).
+enum Kind : int32_t { EXP = 0, ELU1 = 1, RELU = 2, SOFTPLUS = 3, RELU2 = 4, IDENTITY = 5 };
+enum Rule : int32_t { NONE = 0, NORM = 1, GROUPS = 2 };
+
+// [B, H, T, D] of the problem's dtype, the last dimension dense, strides in numbers.
+struct Array {
+  const void* data;
+  int64_t batch, head, token;
+};
+
+// Letters as in tiles.py. Pointers may be null where a field says so.
+struct Problem {
+  int32_t dtype, kind, rule, rule_groups;
+  int32_t batch, key_heads, groups, map_heads;  // groups: query heads per key head
+  int32_t head_dim, value_dim, num_features, sinks;
+  int32_t causal, gaussian, near_blocks, mask_batch;  // mask_batch: rows of alive, fold and sink_seen, 1 or B
+  int32_t block, blocks_per_segment, slices, threads;
+  int64_t tile;  // queries done at once, at most 64
+  int64_t length, key_length;
+  float root;
+  Array q, k, v, sink_k, sink_v;
+  const float *query, *key;                   // [map_heads, M, D]; null: features of q and k as they are
+  const float *key_bias;                      // [map_heads, M] (EXP)
+  const float *offset_weight, *offset_bias;   // [map_heads, D], [map_heads], or null
+  const uint8_t *alive, *fold;                // [mask_batch, S] or null
+  const int64_t* sink_seen;                   // [mask_batch, T] or null
+  const float *far_max, *far_sum;             // [B, K, M], [B, K, M, V + 1], or null
+};
+
+// All float32 and dense. `borders` are the states at which segments begin, in the order of the sweeps.
+struct Forward {
+  float* out;                        // [B, H, T, V]
+  float* normaliser;                 // [B, H, T, 2] logarithms (far, exact); [B, H, T] sums unless EXP
+  float *borders_max, *borders_sum;  // [borders, B, K, M], [borders, B, K, M, V + 1], or null
+  float *far_max, *far_sum;          // after the last token, or null
+};
+
+struct Backward {
+  Array grad_out, out;                          // of the problem's dtype
+  const float *normaliser, *borders_max, *borders_sum;
+  float *q, *k, *v;                             // zeros, to be added to
+  float *sink_k, *sink_v;                       // [slices, B, K, sinks, ..] zeros
+  float *query, *key, *key_bias;                // [B, K, M, D], [B, K, M] zeros, or null: not wanted
+  float *offset_weight, *offset_bias;           // [slices, B, K, D], [slices, B, K] zeros, or null
+  float* far_sum;                               // [B, K, M, V + 1]: in, of the last state; out, of the first; or null
+};
+
+// One token for every sequence. Kept keys and values are updated in place (they are the caller's copies).
+struct Step {
+  const uint8_t* real;      // [B]
+  const int64_t* length;    // [B] tokens before this one
+  float *far_max, *far_sum; // [B, K, M], [B, K, M, V + 1], updated in place
+  void *sink_k, *sink_v;    // [B, K, sinks, ..] dtype
+  void *block_k, *block_v;  // [B, K, 2 near, ..] dtype
+  float* out;               // [B, H, V]
+};

@@ -1,0 +1,457 @@
+// One task's way back along the blocks: what it kept is a state per segment; the rest is computed again.
+//
+// With the normaliser of each row saved, a weight's gradient is weight * (g.v - g.out): no maxima take part in it.
+#pragma once
+#include "forward.hpp"
+#include "passes.hpp"
+
+namespace subquad {
+
+// Where gradients of one key head are added: rows of all its query heads, keys and values, from some token on.
+struct GradientWindow {
+  float *q, *k, *v;
+  long first, tokens;          // queries of each head
+  long key_first, key_tokens;
+};
+
+// Adds rows with padding to dense ones, dropping what lies outside [0, limit).
+inline void add_rows(const float* from, long stride, int count, int width, float factor, long token, long limit,
+                     float* to, long first) {
+  for (int i = 0; i < count; ++i) {
+    if (token + i < 0 || token + i >= limit) continue;
+    float* row = to + (token + i - first) * width;
+    for (int d = 0; d < width; ++d) row[d] += factor * from[i * stride + d];
+  }
+}
+
+// A fold with memory of its own, for the rare block that is cut into smaller ones.
+struct OwnedFold : Fold {
+  OwnedFold(const View& v, int tokens) : Fold{} {
+    const long n = padded(tokens) * v.M;
+    memory = new_buffer(n + 3L * v.M);
+    weights = slopes = memory.get();
+    decay = weights + n, max = decay + v.M, total = max + v.M;
+  }
+  Buffer memory;
+};
+
+class BackwardTask {
+ public:
+  // grad: gradient of the far field (its maxima are not used), from block to block.
+  BackwardTask(const View& view, const Backward& saved, Field grad, GradientWindow window)
+      : v(view), saved_(saved), grad_(grad), window_(window), r_(Rows::allocate(view, true)) {
+    const bool near = v.p.near_blocks;
+    for (int i = 0; i < (near ? 3 : 1); ++i) {
+      ring_[i] = Keys::allocate(v, near ? v.p.block : TILE, true, true);
+      held_[i] = NOTHING;
+    }
+    scout_ = Keys::allocate(v, near ? v.p.block : TILE, false, false);
+    if (v.p.sinks) {
+      sinks_ = Keys::allocate(v, v.p.sinks, true, true);
+      sinks_.load_sinks(v);
+    }
+    exact_ = Exact::allocate(v.p.sinks + (near ? 3L * v.p.block : 0), true);
+    work_ = Field::over(v, pool().take(Field::size(v)));
+    allocate_tiles();
+    pack_maps();
+  }
+
+  // A segment in the order of the forward: blocks pass.block(from) to pass.block(to - 1), from the state kept there.
+  void segment(const Pass& pass, long from, long to) {
+    const long border = pass.first_border + from / v.p.blocks_per_segment;
+    work_.read_border(v, saved_.borders_max, saved_.borders_sum, border);
+    reserve_segment(v.p.blocks_per_segment);
+    for (long i = from; i < to; ++i) {
+      states_[i - from].copy_from(v, work_);
+      record_folds(pass, pass.block(i), i - from);
+    }
+    for (long i = to - 1; i >= from; --i) {
+      const long b = pass.block(i);
+      Fold* folds = &folds_[(i - from) * folds_per_block()];
+      if (pass.kind == Pass::OWN)
+        own(b, states_[i - from], folds);
+      else
+        near(pass, b, states_[i - from], folds);
+    }
+  }
+
+  // Not causal, near = 0: all queries read one field, then all keys get its gradient.
+  void open_summary() {
+    work_.read_border(v, saved_.borders_max, saved_.borders_sum, 0);
+    reserve_segment(1);
+  }
+  void scatter(long b) {
+    only_sinks(b);
+    block_rows(b, work_);
+  }
+  void gather(long b) {
+    Keys& block = keys(b);
+    make_fold(v, block, 0, block.count, work_.max, true, folds_[0]);
+    fold_backward(block, folds_[0]);
+  }
+
+  // Hands everything over that was summed up on the way.
+  void finish() {
+    for (int i = 0; i < (v.p.near_blocks ? 3 : 1); ++i) flush(i);
+    const long place = long(v.slice) * v.sequences() + v.sequence();
+    if (v.p.sinks) {
+      add_rows(sinks_.grad, padded(v.D), v.p.sinks, v.D, v.p.root, 0, v.p.sinks,
+               saved_.sink_k + place * v.p.sinks * v.D, 0);
+      add_rows(sinks_.value_grad, v.height, v.p.sinks, v.V, 1, 0, v.p.sinks,
+               saved_.sink_v + place * v.p.sinks * v.V, 0);
+    }
+    const long row = v.sequence() * v.p.num_features + v.first;
+    add_map(map_.query, saved_.query, row);
+    add_map(map_.key, saved_.key, row);
+    for (int m = 0; m < v.M && saved_.key_bias; ++m) saved_.key_bias[row + m] += map_.key_bias[m];
+    for (int d = 0; d < v.D && saved_.offset_weight; ++d) saved_.offset_weight[place * v.D + d] += map_.offset_weight[d];
+    if (saved_.offset_bias) saved_.offset_bias[place] += *map_.offset_bias;
+  }
+
+ private:
+  static constexpr long NOTHING = -2;  // no block has this number
+
+  // Memory ------------------------------------------------------------------------------------------------------------
+
+  void allocate_tiles() {
+    const long n = padded(TILE);
+    grad_lanes_ = pool().take(n * v.V);
+    grad_columns_ = pool().take(n * v.height);
+    minus_dot_ = pool().take(n);
+    dlogs_ = pool().take(n * v.M);
+    key_dlogs_ = pool().take(n * v.M);
+    scratch_ = v.p.rule == GROUPS ? pool().take(n * v.M) : nullptr;
+    slopes_ = v.logarithmic() ? nullptr : pool().take(n * v.M);
+    dx_ = pool().take(n * padded(v.D));
+    if (v.p.near_blocks || !v.p.causal) return;
+    scores_ = pool().take(n * n);
+    dscores_ = pool().take(n * n);
+    dscores_transposed_ = pool().take(n * n);
+    read_ = Field::over(v, pool().take(Field::size(v)));
+  }
+
+  // The maps once more, as right sides of a product, and accumulators for their gradients.
+  void pack_maps() {
+    const auto columns_of = [&](const float* weight) {
+      float* columns = pool().take(padded(v.D) * v.M);
+      for (int m = 0; m < v.M; ++m) put_column(weight + long(m) * v.D, v.D, m, v.M, columns);
+      return columns;
+    };
+    query_columns_ = v.query ? columns_of(v.query) : nullptr;
+    key_columns_ = v.key == v.query ? query_columns_ : v.key ? columns_of(v.key) : nullptr;
+    const auto wanted = [&](const float* into, long count) { return into ? pool().zeros(count) : nullptr; };
+    map_ = {wanted(saved_.query, padded(v.D) * v.M), wanted(saved_.key, padded(v.D) * v.M),
+            wanted(saved_.key_bias, v.M), wanted(saved_.offset_weight, v.D), wanted(saved_.offset_bias, 1)};
+  }
+  void add_map(const float* from, float* to, long row) const {
+    for (int m = 0; m < v.M && to; ++m)
+      for (int d = 0; d < v.D; ++d) to[(row + m) * v.D + d] += from[(d / PANEL * v.M + m) * PANEL + d % PANEL];
+  }
+
+  long folds_per_block() const { return (v.p.block + TILE - 1) / TILE; }
+  void reserve_segment(long blocks) {
+    while (long(states_.size()) < blocks) states_.push_back(Field::over(v, pool().take(Field::size(v))));
+    while (long(folds_.size()) < blocks * folds_per_block())
+      folds_.push_back(Fold::allocate(v, std::min(TILE, v.p.block), true));
+  }
+
+  // Keys --------------------------------------------------------------------------------------------------------------
+
+  Keys& keys(long b) {
+    const long slots = v.p.near_blocks ? 3 : 1, slot = (b + slots) % slots;
+    if (held_[slot] != b) {
+      flush(slot);
+      ring_[slot].load(v, b * v.p.block, v.p.block);
+      held_[slot] = b;
+    }
+    return ring_[slot];
+  }
+
+  void flush(long slot) {
+    if (held_[slot] == NOTHING) return;
+    give_back(ring_[slot]);
+    held_[slot] = NOTHING;
+  }
+
+  SUBQUAD_STAGE void give_back(Keys& block) {
+    const GradientWindow& w = window_;
+    add_rows(block.grad, padded(v.D), block.count, v.D, v.p.root, block.token, v.p.key_length, w.k, w.key_first);
+    add_rows(block.value_grad, v.height, block.count, v.V, 1, block.token, v.p.key_length, w.v, w.key_first);
+    std::fill(block.grad, block.grad + block.height * padded(v.D), 0.0f);
+    std::fill(block.value_grad, block.value_grad + block.height * v.height, 0.0f);
+  }
+
+  void only_sinks(long b) {
+    exact_.clear();
+    if (v.p.sinks && v.exact_turn(b)) exact_.add(Piece::SINKS, &sinks_);
+  }
+
+  // The block that enters the far field after block b was read, or -1.
+  long folded_block(const Pass& pass, long b) const {
+    if (pass.kind == Pass::OWN) return b;
+    const long other = pass.kind == Pass::ALONG ? b - 1 : b + 1;
+    return other < v.blocks(v.p.key_length) ? other : -1;
+  }
+
+  SUBQUAD_STAGE void record_folds(const Pass& pass, long b, long place) {
+    const long other = folded_block(pass, b);
+    if (other < 0) return;
+    const long begin = other * v.p.block;
+    const bool cut = pass.kind == Pass::OWN;  // as the forward cut it
+    scout_.load(v, begin, cut ? int(std::min<long>(v.p.block, v.p.length - begin)) : v.p.block);
+    Fold* folds = &folds_[place * folds_per_block()];
+    for (int i = 0; i < scout_.count; i += TILE, ++folds) {
+      make_fold(v, scout_, i, std::min(TILE, scout_.count - i), work_.max, false, *folds);
+      if (folds->decays) work_.scale(v, folds->decay);
+      add_fold(v, scout_, *folds, work_);
+    }
+  }
+
+  // key_dlogs = gradient of the weights of a fold; values get theirs.
+  SUBQUAD_STAGE void fold_gradient(Keys& block, const Fold& fold) {
+    const int tokens = fold.panel_count * PANEL;
+    const float* values = block.value_lanes + long(fold.begin) * v.V;
+    multiply(v.M, tokens, v.V, panels(grad_.sum, v.M), {values, long(v.V) * PANEL}, in_panels(key_dlogs_, v.M));
+    each_vector(v.M, fold.panel_count, key_dlogs_, [&](float* x, int m, int) { store(x, load(x) + splat(grad_.total[m])); });
+    add_product(tokens, v.V, v.M, transposed(fold.weights, v.M), {grad_.sum, long(v.M) * PANEL},
+                in_rows(block.value_grad + fold.begin * v.height, v.height));
+  }
+  SUBQUAD_STAGE void finish_fold(Keys& block, const Fold& fold) {
+    for (long i = 0; i < long(fold.panel_count) * v.M * PANEL; i += LANES)
+      store(key_dlogs_ + i, load(key_dlogs_ + i) * load(fold.slopes + i));
+    keys_backward(v, block, fold, key_columns_, key_dlogs_, scratch_, map_);
+  }
+  void fold_backward(Keys& block, const Fold& fold) {
+    fold_gradient(block, fold);
+    finish_fold(block, fold);
+    if (fold.decays) grad_.scale(v, fold.decay);
+  }
+
+  // Blocks ------------------------------------------------------------------------------------------------------------
+
+  void near(const Pass& pass, long b, const Field& state, const Fold* folds) {
+    const long other = folded_block(pass, b);
+    for (long i = folds_per_block() - 1; i >= 0 && other >= 0; --i) fold_backward(keys(other), folds[i]);
+    exact_.clear();
+    if (pass.kind == Pass::ALONG && v.exact_turn(b)) {
+      if (v.p.sinks) exact_.add(Piece::SINKS, &sinks_);
+      if (b > 0) exact_.add(Piece::NEIGHBOUR, &keys(b - 1));
+      exact_.add(Piece::OWN, &keys(b));
+      if (!v.p.causal && b + 1 < v.blocks(v.p.key_length)) exact_.add(Piece::NEIGHBOUR, &keys(b + 1));
+    }
+    block_rows(b, state);
+  }
+
+  void block_rows(long b, const Field& state) {
+    const long begin = b * v.p.block, end = std::min<long>(begin + v.p.block, v.p.length);
+    for (int group = 0; group < v.p.groups; ++group)
+      for (long t = begin; t < end; t += v.p.tile) {
+        open_rows(group, t, int(std::min<long>(v.p.tile, end - t)), state);
+        rows_backward(group, int(t - begin), state, nullptr, nullptr);
+      }
+  }
+
+  void own(long b, const Field& state, const Fold* fold) {
+    only_sinks(b);
+    const long begin = b * v.p.block;
+    own_tokens(begin, int(std::min<long>(v.p.block, v.p.length - begin)), state, *fold);
+  }
+
+  void own_tokens(long begin, int count, const Field& before, const Fold& fold) {
+    const Field* state = &before;
+    if (fold.decays) {  // the own keys stand at the later maxima, so the field must too
+      read_.copy_from(v, before);
+      read_.scale(v, fold.decay);
+      std::copy(fold.max, fold.max + v.M, read_.max);
+      state = &read_;
+    }
+    for (int group = 0; group < v.p.groups; ++group) {
+      open_rows(group, begin, count, *state);
+      if (v.logarithmic() && count > 1 && too_large()) return own_parts(begin, count, before);
+    }
+    Keys& block = ring_[0];
+    block.load(v, begin, count);
+    fold_gradient(block, fold);
+    for (int group = 0; group < v.p.groups; ++group) {
+      if (v.p.groups > 1) open_rows(group, begin, count, *state);
+      rows_backward(group, 0, *state, &block, &fold);
+    }
+    finish_fold(block, fold);
+    if (fold.decays) grad_.scale(v, fold.decay);
+    give_back(block);
+  }
+
+  // Rows that the certificate of the forward refused: the same with smaller blocks.
+  void own_parts(long begin, int count, const Field& before) {
+    const int part = std::max(1, count / SPLIT);
+    std::vector<Buffer> memory;
+    std::vector<Field> states;
+    for (int i = 0; i < count; i += part) {  // what each part finds
+      memory.push_back(new_buffer(Field::size(v)));
+      states.push_back(Field::over(v, memory.back().get()));
+      states.back().copy_from(v, i ? states[states.size() - 2] : before);
+      if (i) fold_part(begin + i - part, part, states.back());
+    }
+    for (int i = int(states.size()) - 1; i >= 0; --i) {
+      OwnedFold fold(v, part);
+      const int size = std::min(part, count - i * part);
+      scout_.load(v, begin + i * part, size);
+      std::copy(states[i].max, states[i].max + v.M, work_.max);
+      make_fold(v, scout_, 0, size, work_.max, false, fold);
+      own_tokens(begin + i * part, size, states[i], fold);
+    }
+  }
+  void fold_part(long begin, int count, Field& field) {
+    OwnedFold fold(v, count);
+    scout_.load(v, begin, count);
+    make_fold(v, scout_, 0, count, field.max, false, fold);
+    if (fold.decays) field.scale(v, fold.decay);
+    add_fold(v, scout_, fold, field);
+  }
+
+  // Rows --------------------------------------------------------------------------------------------------------------
+
+  // Queries, normalisers and log-features (or features) of a tile.
+  void open_rows(int group, long token, int count, const Field& state) {
+    r_.load(v, group, token, count);
+    const int norms = Output::norms_of(v);
+    const float* norm = saved_.normaliser + ((v.b * v.p.key_heads * v.p.groups + r_.head) * v.p.length + token) * norms;
+    if (v.logarithmic())
+      query_logs(v, state.max, r_);
+    else
+      query_elementwise(v, state.total, r_, slopes_);
+    for (int t = 0; t < r_.height(); ++t) {
+      const bool there = t < count;
+      largest_[t] = r_.far[t];
+      if (v.logarithmic()) {
+        r_.far[t] = there ? norm[2 * t] : INFINITE;
+        r_.exact[t] = there ? norm[2 * t + 1] : INFINITE;
+      } else {
+        r_.sum[t] = there ? norm[t] : INFINITE;
+      }
+    }
+  }
+
+  // The certificate again, from the normaliser that the forward found.
+  bool too_large() const {
+    for (int t = 0; t < r_.count; ++t)
+      if (largest_[t] - r_.far[t] > -std::log(CERTIFICATE)) return true;
+    return false;
+  }
+
+  SUBQUAD_STAGE void load_gradient() {
+    row_.resize(2 * v.V);
+    float *g = row_.data(), *out = g + v.V;
+    for (int i = 0; i < r_.height(); ++i) {
+      std::fill(row_.begin(), row_.end(), 0.0f);
+      if (i < r_.count) {
+        read_token(saved_.grad_out, v.p.dtype, v.b, r_.head, r_.token + i, v.V, 1, g);
+        read_token(saved_.out, v.p.dtype, v.b, r_.head, r_.token + i, v.V, 1, out);
+      }
+      minus_dot_[i] = -dot(g, out, v.V);
+      put_lane(g, v.V, i, grad_lanes_);
+      put_column(g, v.V, i, r_.height(), grad_columns_);
+    }
+  }
+
+  // Weights under the saved normaliser, and what turns their gradient into that of the logs (or arguments).
+  SUBQUAD_STAGE const float* normalise_weights() {
+    if (v.logarithmic()) {
+      each_vector(v.M, r_.panel_count, r_.weights, [&](float* x, int, int t) { store(x, vexp(load(x) - load(r_.far + t))); });
+      return r_.weights;
+    }
+    each_vector(v.M, r_.panel_count, r_.weights, [&](float* x, int, int t) {
+      float* slope = slopes_ + (x - r_.weights);
+      store(x, load(x) / load(r_.sum + t));
+      store(slope, load(slope) / load(r_.sum + t));
+    });
+    return slopes_;
+  }
+
+  void rows_backward(int group, int offset, const Field& state, Keys* own, const Fold* fold) {
+    load_gradient();
+    const float* gain = normalise_weights();
+    const int tall = int(r_.height());
+    const Right g_lanes{grad_lanes_, long(v.V) * PANEL}, g_columns{grad_columns_, r_.height() * PANEL};
+    multiply(v.M, tall, v.V, panels(state.sum, v.M), g_lanes, in_panels(dlogs_, v.M));
+    each_vector(v.M, r_.panel_count, dlogs_, [&](float* x, int m, int t) {
+      store(x, load(x) + splat(state.total[m]) * load(minus_dot_ + t));
+    });
+    add_product(v.M, v.V, tall, panels(r_.weights, v.M), g_columns, in_panels(grad_.sum, v.M));
+    for (int m = 0; m < v.M; ++m) {
+      Vec sum{};
+      for (int t = 0; t < tall; t += LANES)
+        sum += load(r_.weights + (long(t / PANEL) * v.M + m) * PANEL + t % PANEL) * load(minus_dot_ + t);
+      grad_.total[m] += hsum(sum);
+    }
+    if (own) own_backward(*own, *fold);
+    for (long i = 0; i < long(tall) * v.M; i += LANES) store(dlogs_ + i, load(dlogs_ + i) * load(gain + i));
+    std::fill(dx_, dx_ + tall * padded(v.D), 0.0f);
+    queries_backward(v, r_, query_columns_, dlogs_, scratch_, map_, dx_);
+    if (!exact_.empty()) {
+      std::fill(r_.sum, r_.sum + tall, 0.0f);
+      exact_rows(offset);
+    }
+    float* to = window_.q + group * window_.tokens * v.D;
+    add_rows(dx_, padded(v.D), r_.count, v.D, v.p.root, r_.token, v.p.length, to, window_.first);
+  }
+
+  void exact_rows(int offset) {
+    float kept[TILE];
+    std::copy(r_.exact, r_.exact + r_.height(), kept);  // the logits' maxima are written there
+    exact_.logits(v, r_, offset);
+    std::copy(kept, kept + r_.height(), r_.exact);
+    exact_.weights(v, r_, offset);
+    exact_.backward(v, r_, offset, grad_lanes_, grad_columns_, minus_dot_, dx_);
+  }
+
+  // What rows and keys of the same block give each other through their features.
+  SUBQUAD_STAGE void own_backward(Keys& own, const Fold& fold) {
+    const long n = padded(TILE);
+    std::fill(dscores_transposed_, dscores_transposed_ + n * n, 0.0f);
+    for (int j = 0; j < r_.panel_count; ++j) {
+      const int seen = std::min(own.count, (j + 1) * PANEL);
+      float *scores = scores_ + j * n * PANEL, *dscores = dscores_ + j * n * PANEL;
+      const float* weights = r_.weights + long(j) * v.M * PANEL;
+      multiply_panel<false>(seen, v.M, transposed(fold.weights, v.M), weights, scores, PANEL);
+      multiply_panel<false>(seen, v.V, panels(own.value_columns, own.height), grad_lanes_ + long(j) * v.V * PANEL, dscores,
+                            PANEL);
+      for (int s = 0; s < seen; ++s)
+        for (int i = 0; i < PANEL; ++i) {
+          const bool visible = s <= j * PANEL + i;
+          float &score = scores[s * PANEL + i], &grad = dscores[s * PANEL + i];
+          score = visible ? score : 0;
+          grad = visible ? grad + minus_dot_[j * PANEL + i] : 0;
+          dscores_transposed_[(s / PANEL * n + j * PANEL + i) * PANEL + s % PANEL] = grad;
+        }
+      std::fill(scores + seen * PANEL, scores + n * PANEL, 0.0f);
+      multiply_panel<true>(v.M, seen, panels(fold.weights, v.M), dscores, dlogs_ + long(j) * v.M * PANEL, PANEL);
+    }
+    for (int s = 0; s < own.count; s += PANEL) {  // rows before a key's panel do not see it
+      const int j = s / PANEL, rest = int(r_.height()) - s;
+      add_product(v.M, PANEL, rest, panels(r_.weights + long(j) * v.M * PANEL, v.M),
+                  {dscores_transposed_ + (j * n + s) * PANEL, 0}, in_panels(key_dlogs_ + long(j) * v.M * PANEL, v.M));
+      add_product(std::min(PANEL, own.count - s), v.V, rest, panels(scores_ + (j * n + s) * PANEL, n),
+                  {grad_columns_ + s * PANEL, r_.height() * PANEL}, in_rows(own.value_grad + s * v.height, v.height));
+    }
+  }
+
+  View v;
+  const Backward& saved_;
+  Field grad_, work_{}, read_{};
+  GradientWindow window_;
+  Rows r_;
+  Keys ring_[3], sinks_, scout_;
+  long held_[3];
+  Exact exact_;
+  std::vector<Field> states_;
+  std::vector<Fold> folds_;
+  MapGradients map_{};
+  const float *query_columns_ = nullptr, *key_columns_ = nullptr;
+  float *grad_lanes_, *grad_columns_, *minus_dot_, *dlogs_, *key_dlogs_, *scratch_, *slopes_, *dx_;
+  float *scores_ = nullptr, *dscores_ = nullptr, *dscores_transposed_ = nullptr;
+  float largest_[TILE];
+  std::vector<float> row_;
+};
+
+}  // namespace subquad

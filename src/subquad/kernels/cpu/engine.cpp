@@ -1,0 +1,26 @@
+// The whole engine for one kind of machine: compiled once for each, into a library of its own, so that not even the
+// standard library's templates are shared between code for different machines.
+#include "run_backward.hpp"
+#include "run_forward.hpp"
+#include "step.hpp"
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#define SUBQUAD_EXPORT extern "C" __attribute__((visibility("default")))
+
+// Sizes of the structures, so that Python can refuse a library that is not its own.
+SUBQUAD_EXPORT int64_t subquad_sizes(int which) {
+  const int64_t sizes[] = {sizeof(Problem), sizeof(Forward), sizeof(Backward), sizeof(Step)};
+  return sizes[which];
+}
+SUBQUAD_EXPORT int subquad_has_openmp() {
+#ifdef _OPENMP
+  return 1;
+#else
+  return 0;
+#endif
+}
+SUBQUAD_EXPORT void subquad_forward(const Problem* p, const Forward* f) { subquad::forward(*p, *f); }
+SUBQUAD_EXPORT void subquad_backward(const Problem* p, const Backward* b) { subquad::backward(*p, *b); }
+SUBQUAD_EXPORT void subquad_step(const Problem* p, const Step* s) { subquad::step(*p, *s); }

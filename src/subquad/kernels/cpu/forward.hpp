@@ -1,0 +1,241 @@
+// One task's sweep along the blocks of a sequence; what is read when, and why, is said in favor/sweep.py.
+#pragma once
+#include "exact.hpp"
+
+namespace subquad {
+
+constexpr float CERTIFICATE = 1e-8f;  // as in favor/sweep.py
+constexpr int SPLIT = 4;
+
+// Where a task's rows go: outputs and normalisers of one key head's queries, from token `first` on.
+struct Output {
+  float *out, *norm;
+  long first, tokens;  // tokens per head
+  int norms;           // numbers per normaliser
+  bool merge;          // into what another sweep left there
+  bool last;           // rows that saw nothing get the normaliser +inf
+
+  static int norms_of(const View& v) { return v.logarithmic() ? 2 : 1; }
+  float* out_row(const View& v, long group, long t) const { return out + (group * tokens + t - first) * v.V; }
+  float* norm_row(long group, long t) const { return norm + (group * tokens + t - first) * norms; }
+};
+
+inline float log_add(float a, float b) {
+  const float top = std::max(a, b);
+  return top == -INFINITE ? top : top + std::log1p(std::exp(-std::fabs(a - b)));
+}
+
+// Two parts of a row under one normaliser. Logarithms (far, exact) of what each part saw; -inf: nothing.
+inline void merge_row(const View& v, const float* part, const float* part_norm, float* out, float* norm) {
+  if (part_norm[0] == -INFINITE) return;
+  const float top = std::max(norm[0], part_norm[0]);
+  const float a = std::exp(norm[0] - top), b = std::exp(part_norm[0] - top);
+  for (int j = 0; j < v.V; ++j) out[j] = (a * out[j] + b * part[j]) / (a + b);
+  for (int i = 0; i < 2; ++i) norm[i] = log_add(norm[i], part_norm[i]);
+}
+
+class ForwardTask {
+ public:
+  ForwardTask(const View& view, Field field, Output output)
+      : v(view), field_(field), to_(output), r_(Rows::allocate(view, false)) {
+    const int near = v.p.near_blocks, capacity = near ? v.p.block : TILE;
+    for (int i = 0; i < (near ? 3 : 1); ++i) {
+      ring_[i] = Keys::allocate(v, capacity, near, false);
+      held_[i] = NOTHING;
+    }
+    if (v.p.sinks) {
+      sinks_ = Keys::allocate(v, v.p.sinks, true, false);
+      sinks_.load_sinks(v);
+    }
+    exact_ = Exact::allocate(v.p.sinks + (near ? 3L * v.p.block : 0), false);
+    fold_ = Fold::allocate(v, TILE, false);
+    if (near || !v.p.causal) return;
+    scores_ = pool().take(TILE * TILE);
+    before_ = Field::over(v, pool().take(Field::size(v)));
+    first_seen_ = 0;
+    while (first_seen_ < v.p.key_length && !v.counts(v.p.alive, first_seen_)) ++first_seen_;
+    for (int m = 0; m < v.M && v.p.far_max && v.logarithmic(); ++m)
+      if (v.p.far_max[Field::place(v, 0) + m] > FLOOR / 2) first_seen_ = 0;
+  }
+
+  // near > 0, towards the end: exact on blocks b - 1, b (and b + 1), far on those up to b - 2.
+  void along(long b) {
+    exact_.clear();
+    if (v.exact_turn(b)) {
+      if (v.p.sinks) exact_.add(Piece::SINKS, &sinks_);
+      if (b > 0) exact_.add(Piece::NEIGHBOUR, &keys(b - 1));
+      exact_.add(Piece::OWN, &keys(b));
+      if (!v.p.causal && b + 1 < v.blocks(v.p.key_length)) exact_.add(Piece::NEIGHBOUR, &keys(b + 1));
+    }
+    read_block(b);
+    if (b > 0) fold_block(keys(b - 1));
+  }
+  // near > 0, towards the beginning: far on blocks from b + 2 on.
+  void back(long b) {
+    exact_.clear();
+    read_block(b);
+    if (b + 1 < v.blocks(v.p.key_length)) fold_block(keys(b + 1));
+  }
+  // near = 0, not causal: first all keys, then all queries.
+  void gather(long b) { fold_block(keys(b)); }
+  void scatter(long b) {
+    only_sinks(b);
+    read_block(b);
+  }
+  // near = 0, causal.
+  void own(long b) {
+    only_sinks(b);
+    const long begin = b * v.p.block;
+    own_tokens(begin, int(std::min<long>(v.p.block, v.p.length - begin)));
+  }
+
+ private:
+  static constexpr long NOTHING = -2;  // no block has this number
+
+  Keys& keys(long b) {
+    const long slots = v.p.near_blocks ? 3 : 1, slot = (b + slots) % slots;
+    if (held_[slot] != b) {
+      ring_[slot].load(v, b * v.p.block, v.p.block);
+      held_[slot] = b;
+    }
+    return ring_[slot];
+  }
+
+  void only_sinks(long b) {
+    exact_.clear();
+    if (v.p.sinks && v.exact_turn(b)) exact_.add(Piece::SINKS, &sinks_);
+  }
+
+  void fold_block(const Keys& block) {
+    for (int begin = 0; begin < block.count; begin += TILE) {
+      make_fold(v, block, begin, std::min(TILE, block.count - begin), field_.max, false, fold_);
+      if (fold_.decays) field_.scale(v, fold_.decay);
+      add_fold(v, block, fold_, field_);
+    }
+  }
+
+  void read_block(long b) {
+    const long begin = b * v.p.block, end = std::min<long>(begin + v.p.block, v.p.length);
+    for (int group = 0; group < v.p.groups; ++group)
+      for (long t = begin; t < end; t += v.p.tile)
+        read_rows(group, t, int(std::min<long>(v.p.tile, end - t)), int(t - begin), nullptr);
+  }
+
+  // Returns the smallest normaliser, at the row's reference, of a row that sees anything.
+  float read_rows(int group, long token, int count, int offset, const Keys* own) {
+    r_.load(v, group, token, count);
+    if (v.logarithmic()) {
+      query_logs(v, field_.max, r_);
+      references(offset);
+      query_weights(v, field_.total, r_);
+    } else {
+      query_elementwise(v, field_.total, r_, nullptr);
+    }
+    const int tall = int(r_.height());
+    multiply(tall, v.V, v.M, transposed(r_.weights, v.M), {field_.sum, long(v.M) * PANEL}, in_rows(r_.out, v.height));
+    if (own) add_own(*own);
+    if (!exact_.empty()) {
+      exact_.weights(v, r_, offset);
+      exact_.add_values(v, r_, offset);
+    }
+    for (int i = 0; i < count; ++i) v.logarithmic() ? write_logarithmic(group, i) : write_linear(group, i);
+    return smallest_sum();
+  }
+
+  // The largest exponent of each row, as one point on two scales: far + scalar = exact.
+  void references(int offset) {
+    if (exact_.empty()) {
+      for (int t = 0; t < r_.height(); ++t) r_.exact[t] = r_.far[t] + r_.scalar[t];
+      return;
+    }
+    exact_.logits(v, r_, offset);
+    for (int t = 0; t < r_.height(); ++t) {
+      const float far = r_.far[t], exact = r_.exact[t];
+      r_.far[t] = std::max(far, exact - r_.scalar[t]);
+      r_.exact[t] = std::max(exact, far + r_.scalar[t]);
+    }
+  }
+
+  // Scores of the block's own keys by features, up to each row's own position.
+  SUBQUAD_STAGE void add_own(const Keys& own) {
+    for (int j = 0; j < r_.panel_count; ++j) {
+      const int seen = std::min(own.count, (j + 1) * PANEL);
+      float* scores = scores_ + long(j) * TILE * PANEL;
+      multiply_panel<false>(seen, v.M, transposed(fold_.weights, v.M), r_.weights + long(j) * v.M * PANEL, scores, PANEL);
+      Vec low = load(r_.sum + j * PANEL), high = load(r_.sum + j * PANEL + LANES);
+      for (int s = 0; s < seen; ++s) {
+        float* x = scores + s * PANEL;
+        for (int i = 0; i < s - j * PANEL; ++i) x[i] = 0;
+        low += load(x), high += load(x + LANES);
+      }
+      store(r_.sum + j * PANEL, low), store(r_.sum + j * PANEL + LANES, high);
+      add_product(PANEL, v.V, seen, transposed(scores, 0), {own.value_columns, own.height * PANEL},
+                  in_rows(r_.out + j * PANEL * v.height, v.height));
+    }
+  }
+
+  void own_tokens(long begin, int count) {
+    Keys& block = ring_[0];
+    block.load(v, begin, count);
+    std::copy(field_.max, field_.max + v.M, before_.max);
+    make_fold(v, block, 0, count, field_.max, false, fold_);
+    if (fold_.decays) {  // the own keys stand at the later maxima, so the field must too
+      std::memcpy(before_.sum, field_.sum, (v.height + 1) * v.M * sizeof(float));
+      field_.scale(v, fold_.decay);
+    }
+    float smallest = INFINITE;
+    for (int group = 0; group < v.p.groups; ++group)
+      smallest = std::min(smallest, read_rows(group, begin, count, 0, &block));
+    if (smallest >= CERTIFICATE || count == 1 || !v.logarithmic()) return add_fold(v, block, fold_, field_);
+    if (fold_.decays)
+      field_.copy_from(v, before_);
+    const int part = std::max(1, count / SPLIT);
+    for (int i = 0; i < count; i += part) own_tokens(begin + i, std::min(part, count - i));
+  }
+
+  float smallest_sum() const {
+    float smallest = INFINITE;
+    for (int i = 0; i < r_.count; ++i) {
+      const long t = r_.token + i;
+      const bool sees = t >= first_seen_ || (v.p.sink_seen && v.p.sink_seen[v.mask_row() * v.p.length + t] > 0);
+      if (sees) smallest = std::min(smallest, r_.sum[i]);
+    }
+    return smallest;
+  }
+
+  void write_logarithmic(int group, int i) {
+    float* row = r_.out + i * v.height;
+    const float sum = r_.sum[i], inverse = sum > 0 ? 1 / sum : 1, log_sum = sum > 0 ? std::log(sum) : -INFINITE;
+    const float found[2] = {r_.far[i] + log_sum, r_.exact[i] + log_sum};
+    float *out = to_.out_row(v, group, r_.token + i), *norm = to_.norm_row(group, r_.token + i);
+    for (int j = 0; j < v.V; ++j) row[j] *= inverse;
+    if (to_.merge) {
+      merge_row(v, row, found, out, norm);
+    } else {
+      std::copy(row, row + v.V, out);
+      norm[0] = found[0], norm[1] = found[1];
+    }
+    if (to_.last && norm[0] == -INFINITE) norm[0] = norm[1] = INFINITE;
+  }
+
+  // Numerators, until the last slice is in.
+  void write_linear(int group, int i) {
+    float *out = to_.out_row(v, group, r_.token + i), *norm = to_.norm_row(group, r_.token + i);
+    const float sum = r_.sum[i], divisor = to_.last && sum != 0 ? sum : 1;
+    for (int j = 0; j < v.V; ++j) out[j] = r_.out[i * v.height + j] / divisor;
+    *norm = to_.last && sum == 0 ? INFINITE : sum;
+  }
+
+  View v;
+  Field field_, before_{};
+  Output to_;
+  Rows r_;
+  Keys ring_[3], sinks_;
+  long held_[3];
+  Exact exact_;
+  Fold fold_;
+  float* scores_ = nullptr;
+  long first_seen_ = 0;
+};
+
+}  // namespace subquad

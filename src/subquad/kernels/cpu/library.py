@@ -1,0 +1,113 @@
+"""Finds and loads the compiled engine, and mirrors the structures of `api.hpp`."""
+
+import ctypes
+import os
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+FOLDER = Path(__file__).parent
+OVERRIDE = "SUBQUAD_CPU"  # names an engine, for comparison; "off" for none
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class Array(Structure):
+    _fields_ = [("data", c_void_p), ("batch", c_int64), ("head", c_int64), ("token", c_int64)]
+
+
+class Problem(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("dtype", "kind", "rule", "rule_groups")),
+        *((name, c_int32) for name in ("batch", "key_heads", "groups", "map_heads")),
+        *((name, c_int32) for name in ("head_dim", "value_dim", "num_features", "sinks")),
+        *((name, c_int32) for name in ("causal", "gaussian", "near_blocks", "mask_batch")),
+        *((name, c_int32) for name in ("block", "blocks_per_segment", "slices", "threads")),
+        *((name, c_int64) for name in ("tile", "length", "key_length")),
+        ("root", c_float),
+        *((name, Array) for name in ("q", "k", "v", "sink_k", "sink_v")),
+        *((name, c_void_p) for name in ("query", "key", "key_bias", "offset_weight", "offset_bias")),
+        *((name, c_void_p) for name in ("alive", "fold", "sink_seen", "far_max", "far_sum")),
+    ]
+
+
+def _pointers(*names: str) -> list[tuple[str, Any]]:
+    return [(name, c_void_p) for name in names]
+
+
+class Forward(Structure):
+    _fields_ = _pointers("out", "normaliser", "borders_max", "borders_sum", "far_max", "far_sum")
+
+
+class Backward(Structure):
+    _fields_ = [
+        *(("grad_out", Array), ("out", Array)),
+        *_pointers("normaliser", "borders_max", "borders_sum", "q", "k", "v", "sink_k", "sink_v"),
+        *_pointers("query", "key", "key_bias", "offset_weight", "offset_bias", "far_sum"),
+    ]
+
+
+class Step(Structure):
+    _fields_ = _pointers("real", "length", "far_max", "far_sum", "sink_k", "sink_v", "block_k", "block_v", "out")
+
+
+class Library(NamedTuple):
+    machine: str
+    openmp: bool
+    forward: Any
+    backward: Any
+    step: Any
+
+
+def wanted_machine() -> str:
+    """The engine for this processor, by what torch found out about it."""
+    if override := os.environ.get(OVERRIDE):
+        return override
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {"AVX2": "x86_64_v3", "AVX512": "x86_64_v4"}.get(capability, "generic")
+
+
+def _load() -> Library | str:
+    """The library, or why there is none."""
+    machine = wanted_machine()
+    if machine == "off":
+        return f"switched off by {OVERRIDE}"
+    path = FOLDER / f"engine_{machine}.so"
+    if not path.exists():
+        return f"engine_{machine}.so was not built: install a C++ compiler, then subquad again"
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"{path.name} does not load: {error}"
+    return _bind(machine, loaded)
+
+
+def _bind(machine: str, loaded: Any) -> Library | str:
+    loaded.subquad_sizes.restype = c_int64
+    structures = (Problem, Forward, Backward, Step)
+    if [loaded.subquad_sizes(i) for i in range(4)] != [ctypes.sizeof(s) for s in structures]:
+        return f"engine_{machine}.so is of another version: install subquad again"
+    functions = (loaded.subquad_forward, loaded.subquad_backward, loaded.subquad_step)
+    for function, structure in zip(functions, structures[1:], strict=True):
+        function.argtypes, function.restype = [POINTER(Problem), POINTER(structure)], None
+    return Library(machine, bool(loaded.subquad_has_openmp()), *functions)
+
+
+LOADED = _load()
+AVAILABLE = isinstance(LOADED, Library)
+PROBLEM = "" if isinstance(LOADED, Library) else LOADED
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None or not tensor.numel() else tensor.data_ptr()
+
+
+def dense_rows(tensor: Tensor) -> Tensor:
+    """With neighbouring numbers side by side in the last dimension; any other strides will do."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def array(tensor: Tensor) -> Array:
+    return Array(pointer(tensor), *tensor.stride()[:3])

@@ -1,0 +1,62 @@
+// Scratch memory: one growing pool per thread, so that a call costs no allocation and no page faults after the first.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <new>
+#include <vector>
+
+namespace subquad {
+
+constexpr size_t ALIGNMENT = 64;  // bytes: a cache line, and the widest vector
+
+struct AlignedDelete {
+  void operator()(float* p) const { ::operator delete(p, std::align_val_t(ALIGNMENT)); }
+};
+using Buffer = std::unique_ptr<float, AlignedDelete>;
+
+inline Buffer new_buffer(size_t count) {
+  return Buffer(static_cast<float*>(::operator new(std::max<size_t>(count, 1) * 4, std::align_val_t(ALIGNMENT))));
+}
+
+class Pool {
+ public:
+  // Everything taken before is given back.
+  void reset() {
+    if (pieces_.size() > 1) {  // one piece that would have sufficed
+      pieces_.clear();
+      add(total_);
+    }
+    used_ = total_ = 0;
+  }
+  float* take(size_t count) {
+    const size_t line = ALIGNMENT / 4, rounded = (count + line - 1) / line * line;
+    total_ += rounded;
+    if (pieces_.empty() || used_ + rounded > size_) add(std::max(rounded, MINIMUM));
+    float* p = pieces_.back().get() + used_;
+    used_ += rounded;
+    return p;
+  }
+  float* zeros(size_t count) {
+    float* p = take(count);
+    std::fill(p, p + count, 0.0f);
+    return p;
+  }
+
+ private:
+  static constexpr size_t MINIMUM = 1 << 16;
+  void add(size_t count) {
+    pieces_.push_back(new_buffer(count));
+    size_ = count;
+    used_ = 0;
+  }
+  std::vector<Buffer> pieces_;
+  size_t size_ = 0, used_ = 0, total_ = 0;
+};
+
+inline Pool& pool() {
+  static thread_local Pool instance;
+  return instance;
+}
+
+}  // namespace subquad

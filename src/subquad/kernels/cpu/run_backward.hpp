@@ -1,0 +1,118 @@
+// The backward of all tasks.
+#pragma once
+#include "backward.hpp"
+
+namespace subquad {
+
+inline void visit_back(const View& v, const Pass& pass, long from, long to, Field grad, const GradientWindow& window,
+                       const Backward& saved) {
+  BackwardTask task(v, saved, grad, window);
+  if (pass.kind == Pass::GATHER || pass.kind == Pass::SCATTER) {
+    task.open_summary();
+    for (long i = from; i < to; ++i) pass.kind == Pass::GATHER ? task.gather(i) : task.scatter(i);
+  } else {
+    const long step = v.p.blocks_per_segment;
+    for (long i = (to - 1) / step * step; i >= from; i -= step) task.segment(pass, i, std::min(i + step, to));
+  }
+  task.finish();
+}
+
+// The gradient that the last state brings; a second sweep begins with none.
+inline void start_gradient(const View& v, const Pass& pass, const Backward& saved, Field& grad) {
+  if (pass.kind == Pass::GATHER) return;
+  if (v.p.causal && saved.far_sum)
+    grad.read_border(v, saved.borders_max, saved.far_sum, 0);  // the maxima are not used
+  else
+    grad.clear(v);
+}
+
+inline GradientWindow whole_window(const View& v, const Backward& saved) {
+  const long heads = v.b * v.p.key_heads * v.p.groups + v.query_head(0), sequence = v.sequence();
+  return {saved.q + heads * v.p.length * v.D, saved.k + sequence * v.p.key_length * v.D,
+          saved.v + sequence * v.p.key_length * v.V, 0, v.p.length, 0, v.p.key_length};
+}
+
+inline void backward_alone(const View& v, const Passes& passes, const Backward& saved) {
+  pool().reset();
+  Field grad = Field::over(v, pool().take(Field::size(v)));
+  for (int i = passes.count - 1; i >= 0; --i) {
+    start_gradient(v, passes.pass[i], saved, grad);
+    visit_back(v, passes.pass[i], 0, passes.pass[i].blocks, grad, whole_window(v, saved), saved);
+  }
+  if (v.p.causal && saved.far_sum) grad.write_border(v, nullptr, saved.far_sum, 0);
+}
+
+// Every slice's sums for the tokens of a chunk, and for keys up to a block away from it.
+struct Windows {
+  Buffer memory;
+  long first, tokens, key_first, key_tokens, size;
+
+  Windows(const Problem& p, long chunk_blocks) {
+    tokens = chunk_blocks * p.block, key_tokens = tokens + 2L * p.block;
+    size = tokens * p.groups * p.head_dim + key_tokens * (p.head_dim + p.value_dim);
+    memory = new_buffer(task_count(p) * size);
+  }
+  GradientWindow of(const View& v, long task) const {
+    float* q = memory.get() + task * size;
+    float* k = q + tokens * v.p.groups * v.D;
+    return {q, k, k + key_tokens * v.D, first, tokens, key_first, key_tokens};
+  }
+  void clear(long task) { std::fill(memory.get() + task * size, memory.get() + (task + 1) * size, 0.0f); }
+};
+
+// Adds `count` numbers from each slice, this task's share of them.
+inline void add_shares(const View& v, float* to, const float* from, long slice_step, long count) {
+  const long begin = count * v.slice / v.p.slices, end = count * (v.slice + 1) / v.p.slices;
+  for (int slice = 0; slice < v.p.slices; ++slice)
+    for (long i = begin; i < end; ++i) to[i] += from[slice * slice_step + i];
+}
+
+inline void add_windows(const Problem& p, const Windows& windows, const Backward& saved, long task) {
+  const View v(p, task);
+  const GradientWindow from = windows.of(v, task - v.slice), to = whole_window(v, saved);
+  const long count = std::min(from.tokens, long(p.length) - from.first);
+  for (int group = 0; group < p.groups && count > 0; ++group)
+    add_shares(v, to.q + (group * p.length + from.first) * v.D, from.q + group * from.tokens * v.D, windows.size,
+               count * v.D);
+  const long begin = std::max(0L, from.key_first), end = std::min(from.key_first + from.key_tokens, long(p.key_length));
+  if (begin >= end) return;
+  const long skipped = begin - from.key_first;
+  add_shares(v, to.k + begin * v.D, from.k + skipped * v.D, windows.size, (end - begin) * v.D);
+  add_shares(v, to.v + begin * v.V, from.v + skipped * v.V, windows.size, (end - begin) * v.V);
+}
+
+inline void backward_in_slices(const Problem& p, const Passes& passes, const Backward& saved) {
+  const long tasks = task_count(p), field_size = long(padded(p.value_dim) + 2) * p.num_features;
+  Buffer fields = new_buffer(tasks * field_size);
+  Windows windows(p, blocks_per_chunk(p, passes.pass[0]));
+  for (int i = passes.count - 1; i >= 0; --i) {
+    const Pass& pass = passes.pass[i];
+    const long step = blocks_per_chunk(p, pass), last = (pass.blocks - 1) / step * step;
+    for (long from = last; from >= 0; from -= step) {
+      const long to = std::min(from + step, pass.blocks);
+      windows.first = std::min(pass.block(from), pass.block(to - 1)) * p.block;
+      windows.key_first = windows.first - p.block;
+#pragma omp parallel for schedule(dynamic) num_threads(p.threads)
+      for (long task = 0; task < tasks; ++task) {
+        const View v(p, task);
+        pool().reset();
+        windows.clear(task);
+        Field grad = Field::over(v, fields.get() + task * field_size);
+        if (from == last) start_gradient(v, pass, saved, grad);
+        visit_back(v, pass, from, to, grad, windows.of(v, task), saved);
+        if (from == 0 && p.causal && saved.far_sum) grad.write_border(v, nullptr, saved.far_sum, 0);
+      }
+#pragma omp parallel for schedule(dynamic) num_threads(p.threads)
+      for (long task = 0; task < tasks; ++task) add_windows(p, windows, saved, task);
+    }
+  }
+}
+
+inline void backward(const Problem& p, const Backward& saved) {
+  const Passes passes = passes_of(p);
+  if (p.slices > 1) return backward_in_slices(p, passes, saved);
+#pragma omp parallel for schedule(dynamic) num_threads(p.threads)
+  for (long task = 0; task < task_count(p); ++task) backward_alone(View(p, task), passes, saved);
+}
+
+}  // namespace subquad

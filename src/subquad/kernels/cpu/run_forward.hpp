@@ -1,0 +1,138 @@
+// The forward of all tasks, and what slices of the features have to say to each other.
+#pragma once
+#include "forward.hpp"
+#include "passes.hpp"
+
+namespace subquad {
+
+// Tokens [first, first + count) of every slice, until they are merged; there is room for `tokens`.
+struct Parts {
+  Buffer out, norm;
+  long first = 0, count = 0, tokens = 0;
+};
+
+inline void visit(const View& v, const Pass& pass, long from, long to, Field field, const Output& output,
+                  const Forward& f) {
+  ForwardTask task(v, field, output);
+  for (long i = from; i < to; ++i) {
+    const bool keeps_border = f.borders_sum && pass.kind != Pass::GATHER && pass.kind != Pass::SCATTER;
+    if (keeps_border && i % v.p.blocks_per_segment == 0)
+      field.write_border(v, f.borders_max, f.borders_sum, pass.first_border + i / v.p.blocks_per_segment);
+    switch (pass.kind) {
+      case Pass::ALONG: task.along(pass.block(i)); break;
+      case Pass::BACK: task.back(pass.block(i)); break;
+      case Pass::OWN: task.own(pass.block(i)); break;
+      case Pass::GATHER: task.gather(pass.block(i)); break;
+      case Pass::SCATTER: task.scatter(pass.block(i)); break;
+    }
+  }
+  if (to < pass.blocks) return;
+  if (pass.kind == Pass::GATHER && f.borders_sum) field.write_border(v, f.borders_max, f.borders_sum, 0);
+  if (f.far_sum && v.p.causal) field.write_border(v, f.far_max, f.far_sum, 0);
+}
+
+inline Output whole_output(const View& v, const Forward& f, bool merge, bool last) {
+  const long heads = v.b * v.p.key_heads * v.p.groups + v.query_head(0);
+  const int norms = Output::norms_of(v);
+  return {f.out + heads * v.p.length * v.V, f.normaliser + heads * v.p.length * norms, 0, v.p.length, norms, merge,
+          last};
+}
+
+inline void start_field(const View& v, const Pass& pass, Field& field) {
+  if (pass.kind == Pass::BACK)
+    field.clear(v);
+  else if (pass.kind != Pass::SCATTER)
+    field.begin(v);
+}
+
+// One slice: nobody to wait for.
+inline void forward_alone(const View& v, const Passes& passes, const Forward& f) {
+  pool().reset();
+  Field field = Field::over(v, pool().take(Field::size(v)));
+  for (int i = 0; i < passes.count; ++i) {
+    const Pass& pass = passes.pass[i];
+    start_field(v, pass, field);
+    visit(v, pass, 0, pass.blocks, field, whole_output(v, f, pass.kind == Pass::BACK, i + 1 == passes.count), f);
+  }
+}
+
+inline Output part_output(const View& v, long task, const Parts& parts) {
+  const int norms = Output::norms_of(v);
+  const long rows = task * v.p.groups * parts.tokens;
+  return {parts.out.get() + rows * v.V, parts.norm.get() + rows * norms, parts.first, parts.tokens, norms, false, false};
+}
+
+// All slices' parts of some rows of one key head into the output; each task does its share of the rows.
+inline void merge_parts(const Problem& p, const Forward& f, const Parts& parts, long task, bool merge, bool last) {
+  const View v(p, task);
+  const long sequence = task / p.slices;
+  const Output to = whole_output(v, f, merge, last);
+  const long count = std::min(parts.count, long(p.length) - parts.first);
+  const long begin = parts.first + count * v.slice / p.slices, end = parts.first + count * (v.slice + 1) / p.slices;
+  for (int group = 0; group < p.groups; ++group)
+    for (long t = begin; t < end; ++t) {
+      float *out = to.out_row(v, group, t), *norm = to.norm_row(group, t);
+      if (!merge) {
+        std::fill(out, out + v.V, 0.0f);
+        std::fill(norm, norm + to.norms, v.logarithmic() ? -INFINITE : 0.0f);
+      }
+      for (int slice = 0; slice < p.slices; ++slice) {
+        const Output part = part_output(v, sequence * p.slices + slice, parts);
+        const float *row = part.out_row(v, group, t), *row_norm = part.norm_row(group, t);
+        if (v.logarithmic()) {
+          merge_row(v, row, row_norm, out, norm);
+          continue;
+        }
+        for (int j = 0; j < v.V; ++j) out[j] += row[j];
+        *norm += *row_norm;
+      }
+      if (!last) continue;
+      if (v.logarithmic()) {
+        if (norm[0] == -INFINITE) norm[0] = norm[1] = INFINITE;
+      } else if (*norm == 0) {
+        *norm = INFINITE;
+      } else {
+        for (int j = 0; j < v.V; ++j) out[j] /= *norm;
+      }
+    }
+}
+
+inline void forward_in_slices(const Problem& p, const Passes& passes, const Forward& f) {
+  const long tasks = task_count(p), field_size = long(padded(p.value_dim) + 2) * p.num_features;
+  Buffer fields = new_buffer(tasks * field_size);
+  Parts parts;
+  for (int i = 0; i < passes.count; ++i) {
+    const Pass& pass = passes.pass[i];
+    const long step = blocks_per_chunk(p, pass);
+    const bool reads = pass.kind != Pass::GATHER, merge = pass.kind == Pass::BACK, last = i + 1 == passes.count;
+    parts.tokens = step * p.block;
+    if (reads && !parts.out) {
+      parts.out = new_buffer(tasks * p.groups * parts.tokens * p.value_dim);
+      parts.norm = new_buffer(tasks * p.groups * parts.tokens * 2);
+    }
+    for (long from = 0; from < pass.blocks; from += step) {
+      const long to = std::min(from + step, pass.blocks);
+      parts.first = std::min(pass.block(from), pass.block(to - 1)) * p.block, parts.count = (to - from) * p.block;
+#pragma omp parallel for schedule(dynamic) num_threads(p.threads)
+      for (long task = 0; task < tasks; ++task) {
+        const View v(p, task);
+        pool().reset();
+        Field field = Field::over(v, fields.get() + task * field_size);
+        if (from == 0) start_field(v, pass, field);
+        visit(v, pass, from, to, field, reads ? part_output(v, task, parts) : Output{}, f);
+      }
+      if (!reads) continue;
+#pragma omp parallel for schedule(dynamic) num_threads(p.threads)
+      for (long task = 0; task < tasks; ++task) merge_parts(p, f, parts, task, merge, last);
+    }
+  }
+}
+
+inline void forward(const Problem& p, const Forward& f) {
+  const Passes passes = passes_of(p);
+  if (p.slices > 1) return forward_in_slices(p, passes, f);
+#pragma omp parallel for schedule(dynamic) num_threads(p.threads)
+  for (long task = 0; task < task_count(p); ++task) forward_alone(View(p, task), passes, f);
+}
+
+}  // namespace subquad

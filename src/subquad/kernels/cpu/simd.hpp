@@ -1,0 +1,75 @@
+// Vectors of floats by the compiler's own types: one source for AVX2, AVX-512, NEON and plain machines.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#define SUBQUAD_VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define SUBQUAD_VECTOR_BYTES 32
+#else
+#define SUBQUAD_VECTOR_BYTES 16
+#endif
+
+// A stage of the computation that a profiler should see by its name.
+#define SUBQUAD_STAGE __attribute__((noinline))
+
+namespace subquad {
+
+constexpr int LANES = SUBQUAD_VECTOR_BYTES / 4;
+constexpr int PANEL = 2 * LANES;  // columns of a panel: two vectors
+
+typedef float Vec __attribute__((vector_size(SUBQUAD_VECTOR_BYTES), aligned(4), may_alias));
+typedef int32_t IVec __attribute__((vector_size(SUBQUAD_VECTOR_BYTES), aligned(4), may_alias));
+
+inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+inline void store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
+inline Vec splat(float x) { return x - Vec{}; }  // x - 0 is x, also for x = -0, so only the broadcast remains
+inline Vec vmax(Vec a, Vec b) { return a > b ? a : b; }
+inline Vec vmin(Vec a, Vec b) { return a < b ? a : b; }
+inline Vec vabs(Vec a) { return a < Vec{} ? -a : a; }
+
+// Folds the upper half onto the lower one until two numbers are left.
+template <int COUNT, class Operation>
+inline float horizontal(const void* numbers, Operation combine) {
+  if constexpr (COUNT == 2) {
+    float pair[2];
+    std::memcpy(pair, numbers, sizeof pair);
+    return combine(pair[0], pair[1]);
+  } else {
+    typedef float Half __attribute__((vector_size(COUNT * 2)));
+    Half low, high;
+    std::memcpy(&low, numbers, sizeof low);
+    std::memcpy(&high, static_cast<const char*>(numbers) + sizeof low, sizeof high);
+    low = combine(low, high);
+    return horizontal<COUNT / 2>(&low, combine);
+  }
+}
+inline float hmax(Vec v) {
+  return horizontal<LANES>(&v, [](auto a, auto b) { return a > b ? a : b; });
+}
+inline float hsum(Vec v) {
+  return horizontal<LANES>(&v, [](auto a, auto b) { return a + b; });
+}
+
+// exp with a relative error below 3e-7; 0 below -87.7, at most 2^127; NaN stays NaN.
+inline Vec vexp(Vec x) {
+  const Vec lowest = splat(-88.03f), highest = splat(88.0f);  // 2^-127 has the bits of zero
+  x = lowest > x ? lowest : x;                                // written so that NaN passes
+  x = highest < x ? highest : x;
+  const Vec magic = splat(12582912.0f + 127);  // 1.5 * 2^23: adding it rounds to a whole number, kept in the low bits
+  const Vec shifted = x * splat(1.44269504f) + magic;
+  const Vec n = shifted - magic;
+  Vec r = x - n * splat(0.693145752f);  // ln 2 in two parts
+  r = r - n * splat(1.42860677e-6f);
+  Vec p = splat(0.008312501297f);  // least relative error on |r| < ln 2 / 2, with exp(0) = 1
+  p = p * r + splat(0.04189033172f);
+  p = p * r + splat(0.1666711539f);
+  p = p * r + splat(0.4999923031f);
+  p = p * r + splat(1.0f);
+  p = p * r + splat(1.0f);
+  return p * (Vec)((IVec)shifted << 23);
+}
+
+}  // namespace subquad

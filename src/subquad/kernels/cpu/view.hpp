@@ -1,0 +1,58 @@
+// One key head of one sequence, and a slice of its features: what one task works on.
+//
+// Features only ever meet in sums, so slices of them are independent tasks: that is how one head uses several threads.
+#pragma once
+#include <limits>
+
+#include "tokens.hpp"
+
+namespace subquad {
+
+constexpr float FLOOR = -1e30f;  // running maximum of no key at all: finite, because -inf - -inf is NaN
+constexpr float DEAD = -1e32f;   // log-weight of a key that does not count: exp(DEAD - FLOOR) is 0
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+
+struct View {
+  const Problem& p;
+  long b, h;   // sequence, key head
+  int slice;   // of p.slices
+  int D, V;    // numbers per key and per value
+  int first;   // feature
+  int M;       // features of this slice
+  long height; // V rounded up to panels
+  const float *query, *key, *bias, *offset_weight;
+  float offset_bias, query_norms, key_norms;
+
+  View(const Problem& problem, long task) : p(problem) {
+    slice = int(task % p.slices);
+    h = task / p.slices % p.key_heads;
+    b = task / p.slices / p.key_heads;
+    D = p.head_dim, V = p.value_dim, height = padded(V);
+    const long unit = p.rule == GROUPS ? p.num_features / p.rule_groups : 1, units = p.num_features / unit;
+    first = int(units * slice / p.slices * unit);
+    M = int(units * (slice + 1) / p.slices * unit) - first;
+    const long head = p.map_heads > 1 ? h : 0, row = head * p.num_features + first;
+    query = p.query ? p.query + row * D : nullptr;
+    key = p.key ? p.key + row * D : nullptr;
+    bias = p.key_bias ? p.key_bias + row : nullptr;
+    offset_weight = p.offset_weight ? p.offset_weight + head * D : nullptr;
+    offset_bias = p.offset_bias ? p.offset_bias[head] : 0;
+    query_norms = p.rule == NORM ? 1 : 0;
+    key_norms = query_norms + (p.gaussian ? 1 : 0);
+  }
+
+  bool logarithmic() const { return p.kind == EXP; }
+  long blocks(long length) const { return (length + p.block - 1) / p.block; }
+  long mask_row() const { return p.mask_batch > 1 ? b : 0; }
+  bool counts(const uint8_t* mask, long token) const {
+    return token >= 0 && token < p.key_length && (!mask || mask[mask_row() * p.key_length + token]);
+  }
+  const uint8_t* fold_mask() const { return p.fold ? p.fold : p.alive; }
+  long query_head(int group) const { return h * p.groups + group; }
+  // Exact logits belong to no slice of the features; the slices take turns.
+  bool exact_turn(long block) const { return block % p.slices == slice; }
+  long sequences() const { return long(p.batch) * p.key_heads; }
+  long sequence() const { return b * p.key_heads + h; }
+};
+
+}  // namespace subquad
