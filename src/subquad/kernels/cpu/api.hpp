@@ -43,7 +43,7 @@ struct Forward {
 struct Backward {
   Array grad_out, out;                          // of the problem's dtype
   const float *normaliser, *borders_max, *borders_sum;
-  float *q, *k, *v;                             // zeros, to be added to
+  float *q, *k, *v;                             // filled
   float *sink_k, *sink_v;                       // [slices, B, K, sinks, ..] zeros
   float *query, *key, *key_bias;                // [B, K, M, D], [B, K, M] zeros, or null: not wanted
   float *offset_weight, *offset_bias;           // [slices, B, K, D], [slices, B, K] zeros, or null

@@ -201,9 +201,7 @@ class BackwardTask {
     scout_.load(v, begin, cut ? int(std::min<long>(v.p.block, v.p.length - begin)) : v.p.block);
     Fold* folds = &folds_[place * folds_per_block()];
     for (int i = 0; i < scout_.count; i += TILE, ++folds) {
-      make_fold(v, scout_, i, std::min(TILE, scout_.count - i), work_.max, false, *folds);
-      if (folds->decays) work_.scale(v, folds->decay);
-      add_fold(v, scout_, *folds, work_);
+      make_fold(v, scout_, i, std::min(TILE, scout_.count - i), work_.max, false, *folds, &work_);
     }
   }
 
@@ -304,9 +302,7 @@ class BackwardTask {
   void fold_part(long begin, int count, Field& field) {
     OwnedFold fold(v, count);
     scout_.load(v, begin, count);
-    make_fold(v, scout_, 0, count, field.max, false, fold);
-    if (fold.decays) field.scale(v, fold.decay);
-    add_fold(v, scout_, fold, field);
+    make_fold(v, scout_, 0, count, field.max, false, fold, &field);
   }
 
   // Rows --------------------------------------------------------------------------------------------------------------

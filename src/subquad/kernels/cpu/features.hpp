@@ -16,14 +16,20 @@ inline void each_vector(int features, int panel_count, float* lanes, Work work) 
     }
 }
 
-// `W x` for tokens in lanes [D][tokens]; without W the numbers themselves.
-SUBQUAD_STAGE inline void project(const View& v, const float* weight, const float* lanes, int panel_count, float* out) {
+// `W x` for tokens in lanes [D][tokens]; without W the numbers themselves. Some features or all.
+SUBQUAD_STAGE inline void project(const View& v, const float* weight, const float* lanes, int panel_count, float* out,
+                                  int begin, int count) {
   if (weight) {
-    multiply(v.M, panel_count * PANEL, v.D, rows(weight, v.D), {lanes, long(v.D) * PANEL}, in_panels(out, v.M));
+    multiply(count, panel_count * PANEL, v.D, rows(weight + long(begin) * v.D, v.D), {lanes, long(v.D) * PANEL},
+             in_panels(out + begin * PANEL, v.M));
     return;
   }
   for (int j = 0; j < panel_count; ++j)
-    std::memcpy(out + long(j) * v.M * PANEL, lanes + (long(j) * v.D + v.first) * PANEL, v.M * PANEL * sizeof(float));
+    std::memcpy(out + (long(j) * v.M + begin) * PANEL, lanes + (long(j) * v.D + v.first + begin) * PANEL,
+                count * PANEL * sizeof(float));
+}
+inline void project(const View& v, const float* weight, const float* lanes, int panel_count, float* out) {
+  project(v, weight, lanes, panel_count, out, 0, v.M);
 }
 
 // Subtracts the log-sum-exp of each group of features (rule GROUPS).
@@ -62,7 +68,7 @@ inline void normalise_groups_backward(const View& v, const float* weight, const 
       }
 }
 
-inline Vec elementwise(int kind, Vec x) {
+inline __attribute__((always_inline)) Vec elementwise(int kind, Vec x) {
   switch (kind) {
     case ELU1: return x < Vec{} ? vexp(x) : x + 1.0f;
     case RELU: return x < Vec{} ? Vec{} : x;
@@ -73,7 +79,7 @@ inline Vec elementwise(int kind, Vec x) {
     default: return x;
   }
 }
-inline Vec slope(int kind, Vec x) {
+inline __attribute__((always_inline)) Vec slope(int kind, Vec x) {
   const Vec one = splat(1);
   switch (kind) {
     case ELU1: return x < Vec{} ? vexp(x) : one;
@@ -111,18 +117,15 @@ struct Fold {
 inline bool fold_feature(const View& v, int m, const float* scalar, float* max, bool fixed, Fold& fold) {
   float* row = fold.weights + m * PANEL;
   const long step = long(v.M) * PANEL;
-  const Vec bias = splat(v.bias[m]);
   Vec top = splat(DEAD), sum{};
   for (int j = 0; j < fold.panel_count; ++j)
-    for (int i = 0; i < PANEL; i += LANES) {
-      const Vec x = load(row + j * step + i) + bias + load(scalar + j * PANEL + i);
-      store(row + j * step + i, x);
-      top = vmax(top, x);
-    }
-  const float before = max[m], grown = fixed ? before : std::max(before, hmax(top));
+    for (int i = 0; i < PANEL; i += LANES)
+      top = vmax(load(row + j * step + i) + load(scalar + j * PANEL + i), top);
+  const float before = max[m], grown = fixed ? before : std::max(before, hmax(top) + v.bias[m]);
+  const Vec shift = splat(v.bias[m] - grown);
   for (int j = 0; j < fold.panel_count; ++j)
     for (int i = 0; i < PANEL; i += LANES) {
-      const Vec weight = vexp(load(row + j * step + i) - splat(grown));
+      const Vec weight = vexp(load(row + j * step + i) + load(scalar + j * PANEL + i) + shift);
       store(row + j * step + i, weight);
       sum += weight;
     }
@@ -132,52 +135,60 @@ inline bool fold_feature(const View& v, int m, const float* scalar, float* max, 
   return grown != before;
 }
 
-SUBQUAD_STAGE inline void fold_exponential(const View& v, const Keys& keys, float* max, bool fixed, Fold& fold) {
-  const float* lanes = keys.lanes + long(fold.begin) * v.D;
-  float scalar[TILE];
-  for (int t = 0; t < fold.panel_count * PANEL; ++t)
-    scalar[t] = keys.fold[fold.begin + t] ? -v.key_norms * keys.half_square[fold.begin + t] : DEAD;
-  fold.decays = false;
-  const int step = v.p.rule == GROUPS ? v.M : 64;  // features: few enough to find them in the first cache again
-  for (int begin = 0; begin < v.M; begin += step) {
-    const int end = std::min(begin + step, v.M);
-    multiply(end - begin, fold.panel_count * PANEL, v.D, rows(v.key + long(begin) * v.D, v.D),
-             {lanes, long(v.D) * PANEL}, in_panels(fold.weights + begin * PANEL, v.M));
-    normalise_groups(v, fold.panel_count, fold.weights);
-    for (int m = begin; m < end; ++m) fold.decays |= fold_feature(v, m, scalar, max, fixed, fold);
+SUBQUAD_STAGE inline void fold_exponential(const View& v, const float* scalar, float* max, bool fixed, int begin,
+                                           int count, Fold& fold) {
+  bool decays = false;
+  for (int m = begin; m < begin + count; ++m) decays |= fold_feature(v, m, scalar, max, fixed, fold);
+  fold.decays |= decays;
+  for (int m = begin; m < begin + count; ++m) fold.decay[m] = decays ? std::exp(fold.decay[m]) : 1;
+}
+
+SUBQUAD_STAGE inline void fold_elementwise(const View& v, const float* alive, int begin, int count, Fold& fold) {
+  for (int m = begin; m < begin + count; ++m) {
+    Vec sum{};
+    for (int t = 0; t < fold.panel_count * PANEL; t += LANES) {
+      const long at = (long(t / PANEL) * v.M + m) * PANEL + t % PANEL;
+      const Vec argument = load(fold.weights + at), weight = elementwise(v.p.kind, argument) * load(alive + t);
+      if (fold.slopes) store(fold.slopes + at, slope(v.p.kind, argument) * load(alive + t));
+      store(fold.weights + at, weight);
+      sum += weight;
+    }
+    fold.total[m] = hsum(sum);
+    fold.decay[m] = 1;
   }
-  if (fold.decays)
-    for (int m = 0; m < v.M; ++m) fold.decay[m] = std::exp(fold.decay[m]);
 }
 
-SUBQUAD_STAGE inline void fold_elementwise(const View& v, const Keys& keys, Fold& fold) {
-  project(v, v.key, keys.lanes + long(fold.begin) * v.D, fold.panel_count, fold.weights);
-  fold.decays = false;
-  std::fill(fold.total, fold.total + v.M, 0.0f);
-  each_vector(v.M, fold.panel_count, fold.weights, [&](float* x, int m, int t) {
-    const Vec alive = load(keys.fold + fold.begin + t), argument = load(x);
-    if (fold.slopes) store(fold.slopes + (x - fold.weights), slope(v.p.kind, argument) * alive);
-    const Vec weight = elementwise(v.p.kind, argument) * alive;
-    store(x, weight);
-    fold.total[m] += hsum(weight);
+// The tile's own part of the far field; the rest was scaled before. Some features or all.
+SUBQUAD_STAGE inline void add_fold(const View& v, const Keys& keys, const Fold& fold, Field& field, int begin,
+                                   int count) {
+  const Right values{keys.value_columns + long(fold.begin) * PANEL, keys.height * PANEL};
+  add_product(count, v.V, fold.panel_count * PANEL, panels(fold.weights + begin * PANEL, v.M), values,
+              in_panels(field.sum + begin * PANEL, v.M));
+  for (int m = begin; m < begin + count; ++m) field.total[m] += fold.total[m];
+}
+
+// Weights of the keys from `begin` on, relative to `max`, which they raise first (unless `fixed`). They enter `field`,
+// if there is one.
+inline void make_fold(const View& v, const Keys& keys, int begin, int tokens, float* max, bool fixed, Fold& fold,
+                      Field* field = nullptr) {
+  fold.begin = begin, fold.panel_count = int(padded(tokens) / PANEL), fold.decays = false;
+  float scalar[TILE];
+  for (int t = 0; t < fold.panel_count * PANEL; ++t) {
+    const bool counts = keys.fold[begin + t] != 0;
+    scalar[t] = counts ? (v.key_norms ? -v.key_norms * keys.half_square[begin + t] : 0) : DEAD;
+  }
+  each_chunk(v, [&](int first, int count) {
+    project(v, v.key, keys.lanes + long(begin) * v.D, fold.panel_count, fold.weights, first, count);
+    normalise_groups(v, fold.panel_count, fold.weights);
+    if (v.logarithmic())
+      fold_exponential(v, scalar, max, fixed, first, count, fold);
+    else
+      fold_elementwise(v, keys.fold + begin, first, count, fold);
+    if (!field) return;
+    if (fold.decays) field->scale(v, fold.decay, first, count);
+    add_fold(v, keys, fold, *field, first, count);
   });
-}
-
-inline void make_fold(const View& v, const Keys& keys, int begin, int tokens, float* max, bool fixed, Fold& fold) {
-  fold.begin = begin, fold.panel_count = int(padded(tokens) / PANEL);
-  if (v.logarithmic())
-    fold_exponential(v, keys, max, fixed, fold);
-  else
-    fold_elementwise(v, keys, fold);
   std::copy(max, max + v.M, fold.max);
-}
-
-// The tile's own part of the far field; the rest was scaled before.
-SUBQUAD_STAGE inline void add_fold(const View& v, const Keys& keys, const Fold& fold, Field& field) {
-  const float* values = keys.value_columns + long(fold.begin) * PANEL;
-  const int tokens = fold.panel_count * PANEL;
-  add_product(v.M, v.V, tokens, panels(fold.weights, v.M), {values, keys.height * PANEL}, in_panels(field.sum, v.M));
-  for (int m = 0; m < v.M; ++m) field.total[m] += fold.total[m];
 }
 
 // Queries -------------------------------------------------------------------------------------------------------------
@@ -216,7 +227,7 @@ struct Rows {
         std::fill(row.begin(), row.end(), 0.0f);
       put_lane(row.data(), v.D, i, lanes);
       if (columns) put_column(row.data(), v.D, i, height(), columns);
-      scalar[i] = -v.query_norms * dot(row.data(), row.data(), v.D) / 2;
+      scalar[i] = v.query_norms ? -v.query_norms * dot(row.data(), row.data(), v.D) / 2 : 0;
       if (v.offset_weight) scalar[i] += dot(row.data(), v.offset_weight, v.D) + v.offset_bias;
     }
   }
@@ -241,13 +252,13 @@ SUBQUAD_STAGE inline void query_logs(const View& v, const float* max, Rows& r) {
   }
 }
 
-// exp(logs - far), and what they weigh against the field's totals.
-SUBQUAD_STAGE inline void query_weights(const View& v, const float* total, Rows& r) {
+// exp(logs - far), and what they weigh against the field's totals, added to `sum`. Some features or all.
+SUBQUAD_STAGE inline void query_weights(const View& v, const float* total, Rows& r, int begin, int count) {
   for (int j = 0; j < r.panel_count; ++j) {
-    Vec low{}, high{};
+    Vec low = load(r.sum + j * PANEL), high = load(r.sum + j * PANEL + LANES);
     const Vec far_low = load(r.far + j * PANEL), far_high = load(r.far + j * PANEL + LANES);
-    float* x = r.weights + long(j) * v.M * PANEL;
-    for (int m = 0; m < v.M; ++m, x += PANEL) {
+    float* x = r.weights + (long(j) * v.M + begin) * PANEL;
+    for (int m = begin; m < begin + count; ++m, x += PANEL) {
       const Vec a = vexp(load(x) - far_low), b = vexp(load(x + LANES) - far_high), z = splat(total[m]);
       store(x, a), store(x + LANES, b);
       low += a * z, high += b * z;
@@ -256,30 +267,40 @@ SUBQUAD_STAGE inline void query_weights(const View& v, const float* total, Rows&
   }
 }
 
-// The largest feature of each row, over all slices: without a projection they are all at hand.
-inline void query_sizes(const View& v, Rows& r) {
-  for (int t = 0; t < r.height(); t += LANES) {
+// The largest feature of LANES rows, over all slices: with several of them, features are the numbers themselves.
+inline Vec query_size(const View& v, const Rows& r, int t) {
+  Vec size{};
+  if (v.p.slices == 1) {
+    const float* phi = r.weights + long(t / PANEL) * v.M * PANEL + t % PANEL;
+    for (int m = 0; m < v.M; ++m) size = vmax(size, vabs(load(phi + m * PANEL)));
+  } else {
     const float* x = r.lanes + long(t / PANEL) * v.D * PANEL + t % PANEL;
-    const float* w = r.weights + long(t / PANEL) * v.M * PANEL + t % PANEL;
-    Vec size{};
-    for (int i = 0; i < (v.query ? v.M : v.D); ++i)
-      size = vmax(size, vabs(elementwise(v.p.kind, load(v.query ? w + i * PANEL : x + i * PANEL))));
-    store(r.far + t, size > Vec{} ? size : splat(1));
+    for (int d = 0; d < v.D; ++d) size = vmax(size, vabs(elementwise(v.p.kind, load(x + d * PANEL))));
   }
+  return size > Vec{} ? size : splat(1);
 }
 
 // phi / size: a row's own factor cancels, and without it tiny features of queries and keys do not underflow together.
 // The size is left in `far`; `slopes`, where wanted, become dphi / size.
 SUBQUAD_STAGE inline void query_elementwise(const View& v, const float* total, Rows& r, float* slopes) {
   project(v, v.query, r.lanes, r.panel_count, r.weights);
-  query_sizes(v, r);
-  std::fill(r.sum, r.sum + r.height(), 0.0f);
-  each_vector(v.M, r.panel_count, r.weights, [&](float* x, int m, int t) {
-    const Vec argument = load(x), size = load(r.far + t), weight = elementwise(v.p.kind, argument) / size;
-    if (slopes) store(slopes + (x - r.weights), slope(v.p.kind, argument) / size);
-    store(x, weight);
-    store(r.sum + t, load(r.sum + t) + weight * splat(total[m]));
+  each_vector(v.M, r.panel_count, r.weights, [&](float* x, int, int) {
+    const Vec argument = load(x);
+    if (slopes) store(slopes + (x - r.weights), slope(v.p.kind, argument));
+    store(x, elementwise(v.p.kind, argument));
   });
+  for (int t = 0; t < r.height(); t += LANES) {
+    const Vec size = query_size(v, r, t), inverse = splat(1) / size;
+    const long at = long(t / PANEL) * v.M * PANEL + t % PANEL;
+    Vec sum{};
+    for (int m = 0; m < v.M; ++m) {
+      const Vec weight = load(r.weights + at + m * PANEL) * inverse;
+      store(r.weights + at + m * PANEL, weight);
+      if (slopes) store(slopes + at + m * PANEL, load(slopes + at + m * PANEL) * inverse);
+      sum += weight * splat(total[m]);
+    }
+    store(r.far + t, size), store(r.sum + t, sum);
+  }
 }
 
 // Gradients -----------------------------------------------------------------------------------------------------------

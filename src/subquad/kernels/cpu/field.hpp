@@ -52,16 +52,17 @@ struct Field {
       clear(v);
   }
 
-  // What the sums become when the maxima move.
-  void scale(const View& v, const float* decay) {
+  // What the sums become when the maxima move; some features or all.
+  void scale(const View& v, const float* decay, int begin, int count) {
     for (long j = 0; j < v.height / PANEL; ++j)
-      for (int m = 0; m < v.M; ++m) {
+      for (int m = begin; m < begin + count; ++m) {
         float* row = sum + (j * v.M + m) * PANEL;
         store(row, load(row) * splat(decay[m]));
         store(row + LANES, load(row + LANES) * splat(decay[m]));
       }
-    for (int m = 0; m < v.M; ++m) total[m] *= decay[m];
+    for (int m = begin; m < begin + count; ++m) total[m] *= decay[m];
   }
+  void scale(const View& v, const float* decay) { scale(v, decay, 0, v.M); }
 };
 
 }  // namespace subquad

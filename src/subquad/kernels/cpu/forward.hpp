@@ -108,9 +108,7 @@ class ForwardTask {
 
   void fold_block(const Keys& block) {
     for (int begin = 0; begin < block.count; begin += TILE) {
-      make_fold(v, block, begin, std::min(TILE, block.count - begin), field_.max, false, fold_);
-      if (fold_.decays) field_.scale(v, fold_.decay);
-      add_fold(v, block, fold_, field_);
+      make_fold(v, block, begin, std::min(TILE, block.count - begin), field_.max, false, fold_, &field_);
     }
   }
 
@@ -127,12 +125,15 @@ class ForwardTask {
     if (v.logarithmic()) {
       query_logs(v, field_.max, r_);
       references(offset);
-      query_weights(v, field_.total, r_);
+      std::fill(r_.sum, r_.sum + r_.height(), 0.0f);
     } else {
       query_elementwise(v, field_.total, r_, nullptr);
     }
-    const int tall = int(r_.height());
-    multiply(tall, v.V, v.M, transposed(r_.weights, v.M), {field_.sum, long(v.M) * PANEL}, in_rows(r_.out, v.height));
+    std::fill(r_.out, r_.out + r_.height() * v.height, 0.0f);
+    each_chunk(v, [&](int begin, int features) {
+      if (v.logarithmic()) query_weights(v, field_.total, r_, begin, features);
+      read_field(begin, features);
+    });
     if (own) add_own(*own);
     if (!exact_.empty()) {
       exact_.weights(v, r_, offset);
@@ -140,6 +141,11 @@ class ForwardTask {
     }
     for (int i = 0; i < count; ++i) v.logarithmic() ? write_logarithmic(group, i) : write_linear(group, i);
     return smallest_sum();
+  }
+
+  SUBQUAD_STAGE void read_field(int begin, int count) {
+    add_product(int(r_.height()), v.V, count, transposed(r_.weights + begin * PANEL, v.M),
+                {field_.sum + begin * PANEL, long(v.M) * PANEL}, in_rows(r_.out, v.height));
   }
 
   // The largest exponent of each row, as one point on two scales: far + scalar = exact.
@@ -186,7 +192,7 @@ class ForwardTask {
     float smallest = INFINITE;
     for (int group = 0; group < v.p.groups; ++group)
       smallest = std::min(smallest, read_rows(group, begin, count, 0, &block));
-    if (smallest >= CERTIFICATE || count == 1 || !v.logarithmic()) return add_fold(v, block, fold_, field_);
+    if (smallest >= CERTIFICATE || count == 1 || !v.logarithmic()) return add_fold(v, block, fold_, field_, 0, v.M);
     if (fold_.decays)
       field_.copy_from(v, before_);
     const int part = std::max(1, count / SPLIT);

@@ -10,7 +10,7 @@ struct Keys {
   long height = 0;     // tokens with padding
   float *lanes, *columns;              // [D][tokens], [tokens][D] (null unless wanted)
   float *value_lanes, *value_columns;  // [V][tokens] (backward only), [tokens][V]
-  float *half_square;                  // [tokens]
+  float *half_square;                  // [tokens] (only if features or logits use it)
   float *alive, *fold;                 // [tokens] 1 or 0: counts at all, enters the far field
   float *grad, *value_grad;            // [tokens][D], [tokens][V] in padded rows (backward only)
 
@@ -58,7 +58,7 @@ struct Keys {
     fill(k, v.D, v.p.root);
     put_lane(row.data(), v.D, i, lanes);
     if (columns) put_column(row.data(), v.D, i, height, columns);
-    half_square[i] = subquad::half_square(row.data(), v.D);
+    if (v.key_norms) half_square[i] = dot(row.data(), row.data(), v.D) / 2;
     fill(values, v.V, 1);
     if (value_lanes) put_lane(row.data(), v.V, i, value_lanes);
     put_column(row.data(), v.V, i, height, value_columns);

@@ -2,9 +2,14 @@
 #pragma once
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <new>
 #include <vector>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 namespace subquad {
 
@@ -17,6 +22,18 @@ using Buffer = std::unique_ptr<float, AlignedDelete>;
 
 inline Buffer new_buffer(size_t count) {
   return Buffer(static_cast<float*>(::operator new(std::max<size_t>(count, 1) * 4, std::align_val_t(ALIGNMENT))));
+}
+
+// Fresh memory of many pages is cheaper in huge ones: a page fault costs as much as computing several rows.
+inline void prefer_huge_pages(float* data, long count) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t HUGE_PAGE = 1 << 21;
+  const uintptr_t begin = (uintptr_t(data) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+  const uintptr_t end = uintptr_t(data + count) / HUGE_PAGE * HUGE_PAGE;
+  if (data && begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)data, (void)count;
+#endif
 }
 
 class Pool {

@@ -58,7 +58,7 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k and v in float32, and of the first state; those of `sinks` and `map` are added in place."""
     keep: list[Tensor] = []
-    q, k, v = (torch.zeros(t.shape, dtype=torch.float32) for t in inputs)
+    q, k, v = (torch.empty(t.shape, dtype=torch.float32) for t in inputs)
     grad_state = borders_sum.new_empty(0)
     if given.causal:
         grad_state = torch.zeros_like(borders_sum[0])

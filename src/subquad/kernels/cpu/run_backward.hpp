@@ -108,8 +108,23 @@ inline void backward_in_slices(const Problem& p, const Passes& passes, const Bac
   }
 }
 
+// Sets the gradients to zero, each thread a part of them.
+inline void clear_gradients(const Problem& p, const Backward& saved) {
+  const long heads = long(p.batch) * p.key_heads;
+  const long counts[] = {heads * p.groups * p.length * p.head_dim, heads * p.key_length * p.head_dim,
+                         heads * p.key_length * p.value_dim};
+  float* const all[] = {saved.q, saved.k, saved.v};
+  for (int i = 0; i < 3; ++i) {
+    prefer_huge_pages(all[i], counts[i]);
+#pragma omp parallel for schedule(static) num_threads(p.threads)
+    for (int part = 0; part < p.threads; ++part)
+      std::fill(all[i] + counts[i] * part / p.threads, all[i] + counts[i] * (part + 1) / p.threads, 0.0f);
+  }
+}
+
 inline void backward(const Problem& p, const Backward& saved) {
   const Passes passes = passes_of(p);
+  clear_gradients(p, saved);
   if (p.slices > 1) return backward_in_slices(p, passes, saved);
 #pragma omp parallel for schedule(dynamic) num_threads(p.threads)
   for (long task = 0; task < task_count(p); ++task) backward_alone(View(p, task), passes, saved);

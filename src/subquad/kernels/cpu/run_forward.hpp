@@ -130,6 +130,7 @@ inline void forward_in_slices(const Problem& p, const Passes& passes, const Forw
 
 inline void forward(const Problem& p, const Forward& f) {
   const Passes passes = passes_of(p);
+  prefer_huge_pages(f.out, long(p.batch) * p.key_heads * p.groups * p.length * p.value_dim);
   if (p.slices > 1) return forward_in_slices(p, passes, f);
 #pragma omp parallel for schedule(dynamic) num_threads(p.threads)
   for (long task = 0; task < task_count(p); ++task) forward_alone(View(p, task), passes, f);

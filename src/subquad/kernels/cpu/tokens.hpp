@@ -74,11 +74,4 @@ inline float dot(const float* a, const float* b, int count) {
   return sum;
 }
 
-// |row|^2 / 2, rounded once: it is subtracted from logits of about its size.
-inline float half_square(const float* row, int count) {
-  double sum = 0;
-  for (int i = 0; i < count; ++i) sum += double(row[i]) * row[i];
-  return float(sum / 2);
-}
-
 }  // namespace subquad

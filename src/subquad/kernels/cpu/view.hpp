@@ -55,4 +55,11 @@ struct View {
   long sequence() const { return b * p.key_heads + h; }
 };
 
+// Calls `work(begin, count)` for features a few at a time: what one product leaves, the next finds in the first cache.
+template <class Work>
+inline void each_chunk(const View& v, Work work) {
+  const int step = v.p.rule == GROUPS ? v.M : 64;  // groups are normalised as a whole
+  for (int begin = 0; begin < v.M; begin += step) work(begin, std::min(step, v.M - begin));
+}
+
 }  // namespace subquad
