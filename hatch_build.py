@@ -3,6 +3,7 @@
 Without a compiler, or where it fails, the package is built all the same; `subquad doctor` says what is missing.
 """
 
+import hashlib
 import os
 import platform
 import shutil
@@ -36,10 +37,18 @@ def compiler() -> list[str] | None:
     return [found] if found else None
 
 
+def fingerprint(folder: Path) -> str:
+    """As in `library.py`, which cannot be imported here: it needs torch."""
+    digest = hashlib.sha256()
+    for source in sorted(folder.glob("*.[hc]pp")):
+        digest.update(source.name.encode() + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def compile_engine(command: list[str], root: Path, machine: str, extra: tuple[str, ...] = ()) -> Path | str:
     """The library, relative to root, or what the compiler had to say."""
     library = FOLDER / f"engine_{machine}.so"
-    begin = [*command, *FLAGS, *MACHINES[machine], *extra]
+    begin = [*command, *FLAGS, f'-DSUBQUAD_SOURCES="{fingerprint(root / FOLDER)}"', *MACHINES[machine], *extra]
     end = [str(FOLDER / "engine.cpp"), "-o", str(library)]  # relative names: no path of this machine in the library
     failure = ""
     for openmp in (OPENMP.get(sys.platform, ("-fopenmp",)), ()):  # in one thread rather than not at all

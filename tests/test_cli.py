@@ -1,6 +1,7 @@
 """The command line, as a user meets it."""
 
 import csv
+import importlib
 import os
 import re
 import shutil
@@ -72,7 +73,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, ["demo"]], ids=" ".join)
+@pytest.mark.parametrize("command", [*COMMANDS, ["demo"], ["doctor"]], ids=" ".join)
 def test_help_shows_an_example_that_parses(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--help"]) == 0
     shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
@@ -95,6 +96,32 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == subquad.__version__
+
+
+def test_doctor_compares_the_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "favor: native engine agrees with torch" in shown
+    assert "linear: native engine agrees with torch" in shown
+
+
+def test_doctor_tells_a_wrong_engine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    doctor: Any = importlib.import_module("subquad.cli.doctor")  # the package has the command under this name
+    for difference in (1e-3, float("nan")):
+        monkeypatch.setattr(doctor, "_compare", lambda name, d=difference: doctor.Comparison(name, d, 1.0))
+        assert main(["doctor"]) == 1
+        assert "DIFFERS from torch" in capsys.readouterr().out
+
+
+def test_doctor_says_why_there_is_no_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from subquad.kernels.cpu import library
+
+    monkeypatch.setattr(library, "AVAILABLE", False)
+    monkeypatch.setattr(library, "PROBLEM", "no such luck")
+    assert main(["doctor"]) == 0
+    assert "The native CPU engine is missing: no such luck." in capsys.readouterr().out
 
 
 # Work -----------------------------------------------------------------------------------------------------------------

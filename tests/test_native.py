@@ -1,12 +1,24 @@
 """The C++ engine against the whole contract, and against the torch engine where the contract does not reach."""
 
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from subquad import FavorAttention, LinearAttention, Mechanism
-from subquad.testing import Check, parametrize_contract
+from subquad.errors import ConfigError
+from subquad.kernels.cpu import library
+from subquad.testing import Check, assert_close, make_inputs, parametrize_contract
+from subquad.testing.inputs import gradients
 
 D = 6
 
@@ -64,3 +76,193 @@ class PerQueryHead(NativeFavor):
 )
 def test_contract(mechanism: Mechanism, check: Check) -> None:
     check(mechanism)
+
+
+# Against the torch engine ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def assert_engines_agree(attention: Mechanism, length: int, *, causal: bool, size: float = 1.0) -> None:
+    """Outputs and gradients of the C++ engine in float32 against those of torch in float64."""
+    double = make_inputs(attention, length, size=size).leaves()
+    single = double.to(torch.float32).leaves()
+    got, want = attention(*single, causal=causal), attention(*double, causal=causal)
+    assert_close(got, want, 1e-5, "output")
+    for name, g, w in zip("qkv", gradients(got, single), gradients(want, double), strict=True):
+        assert_close(g, w, 1e-5, f"gradient of {name}")
+
+
+SLICED = {
+    "favor": lambda: FavorAttention(20, 100, near=16, sinks=3),
+    "favor-long-blocks": lambda: FavorAttention(20, 100, near=150, sinks=0, kernel="gaussian"),
+    "favor-paper": lambda: FavorAttention(20, 100, near=0, sinks=0, num_heads=1),
+    "favor-sinks": lambda: FavorAttention(20, 100, near=0, sinks=5, num_heads=1),
+    "linear": lambda: LinearAttention(66),
+    "linear-relu": lambda: LinearAttention(66, feature_map="relu"),
+    "linear-projected": lambda: LinearAttention(20, feature_map="softplus", num_features=40),
+    "linear-exp": lambda: LinearAttention(50, feature_map="exp"),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("name", SLICED)
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_slices_of_the_features_sum_up(name: str, count: int, causal: bool) -> None:
+    """More threads than heads: features are cut into slices, merged every few thousand tokens."""
+    with threads(count):
+        assert_engines_agree(SLICED[name](), 333, causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("name", ["favor", "favor-paper", "linear"])
+def test_slices_meet_more_than_once(name: str, causal: bool) -> None:
+    """Longer than the tokens between two meetings, and than those between two borders, by an odd number."""
+    with threads(3):
+        assert_engines_agree(SLICED[name](), 9001, causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("near", [0, 32], ids=["paper", "near"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_that_need_smaller_blocks(near: int, count: int, causal: bool) -> None:
+    """Keys so large that blocks are cut down to single tokens, in the backward too."""
+    attention = FavorAttention(8, 64, near=near, sinks=0)
+    with threads(count):
+        double = make_inputs(attention, 200, size=9.0)
+        single = double.to(torch.float32).leaves()
+        double = single.to(torch.float64).leaves()
+        got, want = attention(*single, causal=causal), attention(*double, causal=causal)
+        assert_close(got, want, 1e-4, "output")  # logits reach 200, whose rounding is 1e-5
+        for name, g, w in zip("qkv", gradients(got, single), gradients(want, double), strict=True):
+            assert_close(g, w, 1e-3, f"gradient of {name}")
+
+
+def test_results_do_not_depend_on_what_other_threads_do() -> None:
+    """The same bits, again and again, for one number of threads."""
+    attention = FavorAttention(20, 100, near=16, sinks=3)
+    with threads(3):
+        inputs = make_inputs(attention, 500).to(torch.float32).leaves()
+        outs = [attention(*inputs, causal=True) for _ in range(5)]
+        grads = [gradients(out, inputs) for out in outs]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    assert all(torch.equal(g, w) for got in grads for g, w in zip(got, grads[0], strict=True))
+
+
+def test_nan_in_a_token_that_counts_is_seen() -> None:
+    for attention in (
+        FavorAttention(D, 16, near=4, sinks=1),
+        FavorAttention(D, 16, near=0, sinks=0),
+        LinearAttention(D),
+    ):
+        for position in range(3):
+            inputs = [t.float() for t in make_inputs(attention, 30)]
+            inputs[position][0, 0, 17] = torch.nan
+            out = attention(*inputs, causal=True)
+            assert not bool(out[0, 0, 17].isfinite().all())
+            assert bool(out[1].isfinite().all()), "it reached another sequence"
+
+
+# Choosing -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("attention", "dtype", "reason"),
+    [
+        (FavorAttention(D, backend="cpu"), torch.float64, "it computes in float32, and the tensors are float64"),
+        (LinearAttention(D, backend="cpu"), torch.float64, "it computes in float32, and the tensors are float64"),
+        (
+            FavorAttention(D, near=0, sinks=0, estimator="trigonometric", backend="cpu"),
+            torch.float32,
+            "it has no signed (trigonometric) features",
+        ),
+    ],
+    ids=["favor", "linear", "trigonometric"],
+)
+def test_what_it_cannot_do_is_said(attention: Mechanism, dtype: torch.dtype, reason: str) -> None:
+    inputs = make_inputs(attention, 9).to(dtype)
+    message = f"backend='cpu' cannot be used: {reason}; backend='auto' falls back to torch"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        attention(*inputs)
+
+
+def test_without_a_library_torch_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "AVAILABLE", False)
+    monkeypatch.setattr(library, "PROBLEM", "there is none")
+    inputs = make_inputs(FavorAttention(D), 9).to(torch.float32)
+    assert bool(FavorAttention(D)(*inputs).isfinite().all())
+    with pytest.raises(ConfigError, match="there is none"):
+        FavorAttention(D, backend="cpu")(*inputs)
+
+
+PRINT_ENGINE = "from subquad.kernels.cpu import library; print(library.AVAILABLE, library.PROBLEM)"
+
+
+@pytest.mark.parametrize(
+    ("machine", "shown"),
+    [
+        ("generic", "True"),
+        ("off", "False switched off by SUBQUAD_CPU"),
+        ("z80", "False SUBQUAD_CPU=z80 names no engine"),
+    ],
+)
+def test_the_engine_can_be_named(machine: str, shown: str) -> None:
+    environment = os.environ | {"SUBQUAD_CPU": machine}
+    done = subprocess.run([sys.executable, "-c", PRINT_ENGINE], env=environment, capture_output=True, check=True)
+    assert done.stdout.decode().startswith(shown)
+
+
+def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
+    for source in library.FOLDER.glob("*.[hc]pp"):
+        shutil.copy(source, tmp_path)
+    assert library.fingerprint(tmp_path) == library.fingerprint(library.FOLDER)
+    (tmp_path / "api.hpp").write_text("// something else")
+    assert library.fingerprint(tmp_path) != library.fingerprint(library.FOLDER)
+
+
+# Machines and sanitizers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_the_generic_engine_computes_the_same() -> None:
+    """The one for machines we do not know: half the lanes, no fused multiply-add."""
+    environment = os.environ | {"SUBQUAD_CPU": "generic"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not full", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="preloads the sanitizers' library")
+def test_no_bad_memory_access_and_no_undefined_behaviour(tmp_path: Path) -> None:
+    """The kernels under AddressSanitizer and UndefinedBehaviorSanitizer."""
+    root = Path(__file__).parent.parent
+    sources = library.FOLDER
+    engine = tmp_path / "engine_sanitized.so"
+    sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g")
+    defines = f'-DSUBQUAD_SOURCES="{library.fingerprint(sources)}"'
+    flags = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fopenmp", "-Wno-psabi", defines, *sanitizers)
+    subprocess.run(["c++", *flags, str(sources / "engine.cpp"), "-o", str(engine)], check=True)
+    preload = subprocess.run(["c++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    environment = os.environ | {
+        "SUBQUAD_CPU": str(engine),
+        "LD_PRELOAD": preload.stdout.strip(),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
+    }
+    done = subprocess.run(
+        [sys.executable, str(root / "tests" / "sanitized.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "all cases done" in done.stdout

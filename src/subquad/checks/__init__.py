@@ -139,7 +139,7 @@ def state(op: str, state: Any, kind: type, shapes: Sequence[tuple[int | None, ..
         raise ShapeError(f"{op}: state must be a {kind.__name__} returned by extend, got {type(state).__name__}")
     for name, tensor, shape in zip(kind._fields, state, shapes, strict=True):
         if tensor.dim() != len(shape) or any(
-            want not in (None, got) for want, got in zip(shape, tensor.shape, strict=True)
+            want is not None and want != got for want, got in zip(shape, tensor.shape, strict=True)
         ):
             wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
             raise ShapeError(

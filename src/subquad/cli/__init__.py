@@ -8,6 +8,7 @@ import typer
 from typer.exceptions import TyperException
 
 from subquad.cli.demo import demo
+from subquad.cli.doctor import doctor
 from subquad.cli.embed import embed
 from subquad.cli.generate import generate
 from subquad.cli.score import score
@@ -29,8 +30,9 @@ for command, example in (
     (score, "subquad score runs/mine candidates.fasta --output scores.csv"),
     (embed, "subquad embed runs/mine proteins.fasta --output vectors.npz"),
     (demo, "subquad demo --out demo"),
+    (doctor, "subquad doctor"),
 ):
-    app.command(epilog=f"Example: {example}", no_args_is_help=command is not demo)(command)
+    app.command(epilog=f"Example: {example}", no_args_is_help=command not in (demo, doctor))(command)
 
 
 @app.callback(invoke_without_command=True)

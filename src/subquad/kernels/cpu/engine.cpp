@@ -3,12 +3,11 @@
 #include "run_backward.hpp"
 #include "run_forward.hpp"
 #include "step.hpp"
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 #define SUBQUAD_EXPORT extern "C" __attribute__((visibility("default")))
 
+// What it was made from: Python does not use a library whose sources have changed since.
+SUBQUAD_EXPORT const char* subquad_sources() { return SUBQUAD_SOURCES; }
 // Sizes of the structures, so that Python can refuse a library that is not its own.
 SUBQUAD_EXPORT int64_t subquad_sizes(int which) {
   const int64_t sizes[] = {sizeof(Problem), sizeof(Forward), sizeof(Backward), sizeof(Step)};

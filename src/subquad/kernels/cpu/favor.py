@@ -18,7 +18,7 @@ def border_count(length: int, heads: int, num_features: int, options: EngineOpti
         return 0
     if not options.causal and not options.near:
         return 1
-    block = problem.block_size(options.near, options.chunk, length)
+    block = options.near or problem.block_size(0, options.chunk, length)  # not cut to the length, which may be a symbol
     return problem.border_count(length, block, num_features) * (1 if options.causal else 2)
 
 

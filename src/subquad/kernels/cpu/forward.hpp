@@ -20,18 +20,15 @@ struct Output {
   float* norm_row(long group, long t) const { return norm + (group * tokens + t - first) * norms; }
 };
 
-inline float log_add(float a, float b) {
-  const float top = std::max(a, b);
-  return top == -INFINITE ? top : top + std::log1p(std::exp(-std::fabs(a - b)));
-}
-
 // Two parts of a row under one normaliser. Logarithms (far, exact) of what each part saw; -inf: nothing.
 inline void merge_row(const View& v, const float* part, const float* part_norm, float* out, float* norm) {
   if (part_norm[0] == -INFINITE) return;
-  const float top = std::max(norm[0], part_norm[0]);
-  const float a = std::exp(norm[0] - top), b = std::exp(part_norm[0] - top);
-  for (int j = 0; j < v.V; ++j) out[j] = (a * out[j] + b * part[j]) / (a + b);
-  for (int i = 0; i < 2; ++i) norm[i] = log_add(norm[i], part_norm[i]);
+  const float lead = norm[0] - part_norm[0], other = std::exp(-std::fabs(lead));  // the larger part weighs 1
+  const float total = 1 + other, own_share = (lead > 0 ? 1 : other) / total, part_share = (lead > 0 ? other : 1) / total;
+  for (int j = 0; j < v.V; ++j) out[j] = own_share * out[j] + part_share * part[j];
+  const float* larger = lead > 0 ? norm : part_norm;
+  const float grown = std::log(total), far = larger[0] + grown, exact = larger[1] + grown;
+  norm[0] = far, norm[1] = exact;
 }
 
 class ForwardTask {

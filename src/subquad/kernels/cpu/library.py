@@ -1,8 +1,9 @@
 """Finds and loads the compiled engine, and mirrors the structures of `api.hpp`."""
 
 import ctypes
+import hashlib
 import os
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 FOLDER = Path(__file__).parent
-OVERRIDE = "SUBQUAD_CPU"  # names an engine, for comparison; "off" for none
+OVERRIDE = "SUBQUAD_CPU"  # names an engine or a library file, for comparison; "off" for none
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -74,9 +75,9 @@ def _load() -> Library | str:
     machine = wanted_machine()
     if machine == "off":
         return f"switched off by {OVERRIDE}"
-    path = FOLDER / f"engine_{machine}.so"
+    path = Path(machine) if machine.endswith(".so") else FOLDER / f"engine_{machine}.so"
     if not path.exists():
-        return f"engine_{machine}.so was not built: install a C++ compiler, then subquad again"
+        return _missing(machine)
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
@@ -84,11 +85,29 @@ def _load() -> Library | str:
     return _bind(machine, loaded)
 
 
+def _missing(machine: str) -> str:
+    built = sorted(path.stem.removeprefix("engine_") for path in FOLDER.glob("engine_*.so"))
+    if machine == os.environ.get(OVERRIDE) and built:
+        return f"{OVERRIDE}={machine} names no engine; there are {', '.join(built)}, off"
+    return f"engine_{machine}.so was not built: install a C++ compiler, then subquad again"
+
+
+def fingerprint(folder: Path) -> str:
+    """Of the C++ sources: a library made from others is not used."""
+    digest = hashlib.sha256()
+    for source in sorted(folder.glob("*.[hc]pp")):
+        digest.update(source.name.encode() + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def _bind(machine: str, loaded: Any) -> Library | str:
+    loaded.subquad_sources.restype = c_char_p
+    if loaded.subquad_sources().decode() != fingerprint(FOLDER):
+        return f"engine_{machine}.so was made from other sources: install subquad again"
     loaded.subquad_sizes.restype = c_int64
     structures = (Problem, Forward, Backward, Step)
     if [loaded.subquad_sizes(i) for i in range(4)] != [ctypes.sizeof(s) for s in structures]:
-        return f"engine_{machine}.so is of another version: install subquad again"
+        return f"engine_{machine}.so has other structures than this file"
     functions = (loaded.subquad_forward, loaded.subquad_backward, loaded.subquad_step)
     for function, structure in zip(functions, structures[1:], strict=True):
         function.argtypes, function.restype = [POINTER(Problem), POINTER(structure)], None

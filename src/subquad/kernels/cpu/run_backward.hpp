@@ -42,7 +42,8 @@ inline void backward_alone(const View& v, const Passes& passes, const Backward& 
   if (v.p.causal && saved.far_sum) grad.write_border(v, nullptr, saved.far_sum, 0);
 }
 
-// Every slice's sums for the tokens of a chunk, and for keys up to a block away from it.
+// Sums of every slice but the first, which adds to the gradients themselves: for the tokens of a chunk, and for keys up
+// to a block away from it.
 struct Windows {
   Buffer memory;
   long first, tokens, key_first, key_tokens, size;
@@ -50,35 +51,41 @@ struct Windows {
   Windows(const Problem& p, long chunk_blocks) {
     tokens = chunk_blocks * p.block, key_tokens = tokens + 2L * p.block;
     size = tokens * p.groups * p.head_dim + key_tokens * (p.head_dim + p.value_dim);
-    memory = new_buffer(task_count(p) * size);
+    memory = new_buffer(task_count(p) / p.slices * (p.slices - 1) * size);
   }
-  GradientWindow of(const View& v, long task) const {
-    float* q = memory.get() + task * size;
+  GradientWindow of(const View& v, int slice) const {
+    float* q = memory.get() + (v.sequence() * (v.p.slices - 1) + slice - 1) * size;
     float* k = q + tokens * v.p.groups * v.D;
     return {q, k, k + key_tokens * v.D, first, tokens, key_first, key_tokens};
   }
-  void clear(long task) { std::fill(memory.get() + task * size, memory.get() + (task + 1) * size, 0.0f); }
+  GradientWindow open(const View& v, const Backward& saved) const {
+    if (v.slice == 0) return whole_window(v, saved);
+    const GradientWindow window = of(v, v.slice);
+    std::fill(window.q, window.q + size, 0.0f);
+    return window;
+  }
 };
 
-// Adds `count` numbers from each slice, this task's share of them.
-inline void add_shares(const View& v, float* to, const float* from, long slice_step, long count) {
+// Adds a task's share of `count` numbers.
+inline void add_share(const View& v, float* to, const float* from, long count) {
   const long begin = count * v.slice / v.p.slices, end = count * (v.slice + 1) / v.p.slices;
-  for (int slice = 0; slice < v.p.slices; ++slice)
-    for (long i = begin; i < end; ++i) to[i] += from[slice * slice_step + i];
+  for (long i = begin; i < end; ++i) to[i] += from[i];
 }
 
 inline void add_windows(const Problem& p, const Windows& windows, const Backward& saved, long task) {
   const View v(p, task);
-  const GradientWindow from = windows.of(v, task - v.slice), to = whole_window(v, saved);
-  const long count = std::min(from.tokens, long(p.length) - from.first);
-  for (int group = 0; group < p.groups && count > 0; ++group)
-    add_shares(v, to.q + (group * p.length + from.first) * v.D, from.q + group * from.tokens * v.D, windows.size,
-               count * v.D);
-  const long begin = std::max(0L, from.key_first), end = std::min(from.key_first + from.key_tokens, long(p.key_length));
-  if (begin >= end) return;
-  const long skipped = begin - from.key_first;
-  add_shares(v, to.k + begin * v.D, from.k + skipped * v.D, windows.size, (end - begin) * v.D);
-  add_shares(v, to.v + begin * v.V, from.v + skipped * v.V, windows.size, (end - begin) * v.V);
+  const GradientWindow to = whole_window(v, saved);
+  for (int slice = 1; slice < p.slices; ++slice) {
+    const GradientWindow from = windows.of(v, slice);
+    const long count = std::min(from.tokens, long(p.length) - from.first);
+    for (int group = 0; group < p.groups && count > 0; ++group)
+      add_share(v, to.q + (group * p.length + from.first) * v.D, from.q + group * from.tokens * v.D, count * v.D);
+    const long begin = std::max(0L, from.key_first);
+    const long keys = std::min(from.key_first + from.key_tokens, long(p.key_length)) - begin;
+    if (keys <= 0) continue;
+    add_share(v, to.k + begin * v.D, from.k + (begin - from.key_first) * v.D, keys * v.D);
+    add_share(v, to.v + begin * v.V, from.v + (begin - from.key_first) * v.V, keys * v.V);
+  }
 }
 
 inline void backward_in_slices(const Problem& p, const Passes& passes, const Backward& saved) {
@@ -96,10 +103,9 @@ inline void backward_in_slices(const Problem& p, const Passes& passes, const Bac
       for (long task = 0; task < tasks; ++task) {
         const View v(p, task);
         pool().reset();
-        windows.clear(task);
         Field grad = Field::over(v, fields.get() + task * field_size);
         if (from == last) start_gradient(v, pass, saved, grad);
-        visit_back(v, pass, from, to, grad, windows.of(v, task), saved);
+        visit_back(v, pass, from, to, grad, windows.open(v, saved), saved);
         if (from == 0 && p.causal && saved.far_sum) grad.write_border(v, nullptr, saved.far_sum, 0);
       }
 #pragma omp parallel for schedule(dynamic) num_threads(p.threads)

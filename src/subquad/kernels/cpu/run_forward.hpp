@@ -56,45 +56,45 @@ inline void forward_alone(const View& v, const Passes& passes, const Forward& f)
   }
 }
 
-inline Output part_output(const View& v, long task, const Parts& parts) {
+// The first slice writes to the output, where the others are added.
+inline Output part_output(const View& v, const Forward& f, const Parts& parts, bool merge) {
+  if (v.slice == 0) return whole_output(v, f, merge, false);
   const int norms = Output::norms_of(v);
-  const long rows = task * v.p.groups * parts.tokens;
+  const long rows = (v.sequence() * (v.p.slices - 1) + v.slice - 1) * v.p.groups * parts.tokens;
   return {parts.out.get() + rows * v.V, parts.norm.get() + rows * norms, parts.first, parts.tokens, norms, false, false};
 }
 
+inline void finish_row(const View& v, float* out, float* norm) {
+  if (v.logarithmic()) {
+    if (norm[0] == -INFINITE) norm[0] = norm[1] = INFINITE;
+  } else if (*norm == 0) {
+    *norm = INFINITE;
+  } else {
+    for (int j = 0; j < v.V; ++j) out[j] /= *norm;
+  }
+}
+
 // All slices' parts of some rows of one key head into the output; each task does its share of the rows.
-inline void merge_parts(const Problem& p, const Forward& f, const Parts& parts, long task, bool merge, bool last) {
+inline void merge_parts(const Problem& p, const Forward& f, const Parts& parts, long task, bool last) {
   const View v(p, task);
-  const long sequence = task / p.slices;
-  const Output to = whole_output(v, f, merge, last);
+  const Output to = whole_output(v, f, false, last);
   const long count = std::min(parts.count, long(p.length) - parts.first);
   const long begin = parts.first + count * v.slice / p.slices, end = parts.first + count * (v.slice + 1) / p.slices;
-  for (int group = 0; group < p.groups; ++group)
-    for (long t = begin; t < end; ++t) {
-      float *out = to.out_row(v, group, t), *norm = to.norm_row(group, t);
-      if (!merge) {
-        std::fill(out, out + v.V, 0.0f);
-        std::fill(norm, norm + to.norms, v.logarithmic() ? -INFINITE : 0.0f);
-      }
-      for (int slice = 0; slice < p.slices; ++slice) {
-        const Output part = part_output(v, sequence * p.slices + slice, parts);
+  for (int slice = 1; slice < p.slices; ++slice) {
+    const Output part = part_output(View(p, task - v.slice + slice), f, parts, false);
+    for (int group = 0; group < p.groups; ++group)
+      for (long t = begin; t < end; ++t) {
+        float *out = to.out_row(v, group, t), *norm = to.norm_row(group, t);
         const float *row = part.out_row(v, group, t), *row_norm = part.norm_row(group, t);
         if (v.logarithmic()) {
           merge_row(v, row, row_norm, out, norm);
-          continue;
+        } else {
+          for (int j = 0; j < v.V; ++j) out[j] += row[j];
+          *norm += *row_norm;
         }
-        for (int j = 0; j < v.V; ++j) out[j] += row[j];
-        *norm += *row_norm;
+        if (last && slice + 1 == p.slices) finish_row(v, out, norm);
       }
-      if (!last) continue;
-      if (v.logarithmic()) {
-        if (norm[0] == -INFINITE) norm[0] = norm[1] = INFINITE;
-      } else if (*norm == 0) {
-        *norm = INFINITE;
-      } else {
-        for (int j = 0; j < v.V; ++j) out[j] /= *norm;
-      }
-    }
+  }
 }
 
 inline void forward_in_slices(const Problem& p, const Passes& passes, const Forward& f) {
@@ -107,8 +107,9 @@ inline void forward_in_slices(const Problem& p, const Passes& passes, const Forw
     const bool reads = pass.kind != Pass::GATHER, merge = pass.kind == Pass::BACK, last = i + 1 == passes.count;
     parts.tokens = step * p.block;
     if (reads && !parts.out) {
-      parts.out = new_buffer(tasks * p.groups * parts.tokens * p.value_dim);
-      parts.norm = new_buffer(tasks * p.groups * parts.tokens * 2);
+      const long rows = tasks / p.slices * (p.slices - 1) * p.groups * parts.tokens;
+      parts.out = new_buffer(rows * p.value_dim);
+      parts.norm = new_buffer(rows * 2);
     }
     for (long from = 0; from < pass.blocks; from += step) {
       const long to = std::min(from + step, pass.blocks);
@@ -119,11 +120,11 @@ inline void forward_in_slices(const Problem& p, const Passes& passes, const Forw
         pool().reset();
         Field field = Field::over(v, fields.get() + task * field_size);
         if (from == 0) start_field(v, pass, field);
-        visit(v, pass, from, to, field, reads ? part_output(v, task, parts) : Output{}, f);
+        visit(v, pass, from, to, field, reads ? part_output(v, f, parts, merge) : Output{}, f);
       }
       if (!reads) continue;
 #pragma omp parallel for schedule(dynamic) num_threads(p.threads)
-      for (long task = 0; task < tasks; ++task) merge_parts(p, f, parts, task, merge, last);
+      for (long task = 0; task < tasks; ++task) merge_parts(p, f, parts, task, last);
     }
   }
 }

@@ -1,0 +1,49 @@
+"""Every path of the C++ engine once, on small odd sizes; run under sanitizers by `test_native.py`."""
+
+import itertools
+
+import torch
+
+from subquad import FavorAttention, LinearAttention, Mechanism
+from subquad.kernels.cpu import library
+from subquad.testing import make_inputs
+from subquad.testing.inputs import gradients, make_mask
+
+MECHANISMS: tuple[Mechanism, ...] = (
+    FavorAttention(7, 37, near=8, sinks=2, backend="cpu"),
+    FavorAttention(7, 37, near=5, sinks=9, num_heads=2, kernel="gaussian", backend="cpu"),
+    FavorAttention(17, 33, near=100, sinks=0, backend="cpu"),
+    FavorAttention(7, 37, near=0, sinks=0, backend="cpu"),
+    FavorAttention(7, 37, near=0, sinks=3, backend="cpu"),
+    LinearAttention(33, backend="cpu"),
+    LinearAttention(7, feature_map="softplus", num_features=37, num_heads=2, backend="cpu"),
+    LinearAttention(7, feature_map="exp", backend="cpu"),
+)
+
+
+def run(mechanism: Mechanism, length: int, causal: bool, dtype: torch.dtype, size: float) -> None:
+    inputs = make_inputs(mechanism, length, batch=3, size=size).to(dtype).leaves()
+    for mask in (None, make_mask(length, "holes")):
+        gradients(mechanism(*inputs, causal=causal, key_mask=mask), inputs)
+    if causal:
+        with torch.no_grad():
+            _, state = mechanism.extend(*inputs.tokens(0, length // 2 + 1))
+            for t in range(length // 2 + 1, length):
+                _, state = mechanism.extend(*inputs.tokens(t, t + 1), state)
+
+
+def main() -> None:
+    assert library.AVAILABLE, library.PROBLEM
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        for mechanism, length, causal in itertools.product(MECHANISMS, (1, 2, 33, 150), (False, True)):
+            run(mechanism, length, causal, torch.float32, 1.0)
+        for mechanism, dtype in itertools.product(MECHANISMS, dtypes):
+            run(mechanism, 40, True, dtype, 1.0)
+            run(mechanism, 70, True, torch.float32, 30.0)
+    print("all cases done")
+
+
+if __name__ == "__main__":
+    main()
