@@ -8,28 +8,39 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-import subquad
+from subquad.kernels.cpu import library
 
 ROOT = Path(__file__).parent.parent
+BENCHMARKED = ("sdpa", "identity", "linear", "favor", "favor-paper")  # the last three with both engines
 
 
 def test_benchmark_in_miniature(tmp_path: Path) -> None:
     output = tmp_path / "records.json"
-    small = ["--lengths", "48", "64", "--heads", "2", "--head-dim", "8", "--repeats", "1", "--skip-memory"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "attention.py"), *small, "--output", str(output)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    records = json.loads(output.read_text())["records"]
-    names = {mechanism.name for mechanism in subquad.MECHANISMS} | {"favor-paper"}
+    small = ["--lengths", "48", "64", "--contexts", "70", "--heads", "2", "--head-dim", "8", "--repeats", "1"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "attention.py"), *small, "--skip-memory"]
+    done = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(output.read_text())
+    records = [record for record in report["records"] if record["mechanism"].removesuffix(" (torch)") in BENCHMARKED]
+    names = {*BENCHMARKED[:2], *(f"{name} (torch)" for name in BENCHMARKED[2:])}
+    names |= set(BENCHMARKED) if library.AVAILABLE else set()
     assert {record["mechanism"] for record in records} == names
-    assert len(records) == len(names) * 2 * 2 * 2  # modes, directions, lengths
-    assert "softmax" in shown
+    assert len(records) == len(names) * (2 * 2 * 2 + 1)  # modes, directions, lengths; one context
+    assert report["machine"]["torch"] == torch.__version__
+    assert "decode, context 70" in done.stdout
 
 
 def test_benchmark_refuses_before_it_measures() -> None:
     for wrong, message in (
         (["--output", "no/such/folder/records.json"], "--output: there is no folder no/such/folder"),
+        (["--output", "."], "--output: . is a folder"),
         (["--lengths", "0"], "argument --lengths: must be a whole number of at least 1, got '0'"),
+        (["--limit", "nan"], "argument --limit: must be a number above 0, got 'nan'"),
+        (["--modes", "decode", "--lengths", "64"], "--lengths: decode has --contexts instead"),
+        (["--modes", "forward", "--contexts", "64"], "--contexts: only with --modes decode and --directions causal"),
+        (["--modes", "decode", "--directions", "bidirectional"], "--directions: decode is causal"),
     ):
         command = [sys.executable, str(ROOT / "benchmarks" / "attention.py"), *wrong]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
