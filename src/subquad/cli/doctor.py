@@ -85,8 +85,8 @@ def _version_of(package: str) -> str:
 def _compare(name: str) -> Comparison:
     import torch
 
-    from subquad import attention
     from subquad.bench import time_side_by_side
+    from subquad.mechanisms import attention
 
     q, k, v = (torch.randn(1, 4, 2048, 64, generator=torch.Generator().manual_seed(i)) for i in range(3))
     engines = {backend: attention(name, head_dim=64, backend=backend) for backend in ("torch", "cpu")}

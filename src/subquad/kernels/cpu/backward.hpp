@@ -7,23 +7,6 @@
 
 namespace subquad {
 
-// Where gradients of one key head are added: rows of all its query heads, keys and values, from some token on.
-struct GradientWindow {
-  float *q, *k, *v;
-  long first, tokens;          // queries of each head
-  long key_first, key_tokens;
-};
-
-// Adds rows with padding to dense ones, dropping what lies outside [0, limit).
-inline void add_rows(const float* from, long stride, int count, int width, float factor, long token, long limit,
-                     float* to, long first) {
-  for (int i = 0; i < count; ++i) {
-    if (token + i < 0 || token + i >= limit) continue;
-    float* row = to + (token + i - first) * width;
-    for (int d = 0; d < width; ++d) row[d] += factor * from[i * stride + d];
-  }
-}
-
 // A fold with memory of its own, for the rare block that is cut into smaller ones.
 struct OwnedFold : Fold {
   OwnedFold(const View& v, int tokens) : Fold{} {
@@ -39,18 +22,8 @@ class BackwardTask {
  public:
   // grad: gradient of the far field (its maxima are not used), from block to block.
   BackwardTask(const View& view, const Backward& saved, Field grad, GradientWindow window)
-      : v(view), saved_(saved), grad_(grad), window_(window), r_(Rows::allocate(view, true)) {
-    const bool near = v.p.near_blocks;
-    for (int i = 0; i < (near ? 3 : 1); ++i) {
-      ring_[i] = Keys::allocate(v, near ? v.p.block : TILE, true, true);
-      held_[i] = NOTHING;
-    }
-    scout_ = Keys::allocate(v, near ? v.p.block : TILE, false, false);
-    if (v.p.sinks) {
-      sinks_ = Keys::allocate(v, v.p.sinks, true, true);
-      sinks_.load_sinks(v);
-    }
-    exact_ = Exact::allocate(v.p.sinks + (near ? 3L * v.p.block : 0), true);
+      : v(view), saved_(saved), grad_(grad), window_(window), r_(Rows::allocate(view, true)), near_(view, &window_) {
+    scout_ = Keys::allocate(v, v.p.near_blocks ? v.p.block : TILE, false, false);
     work_ = Field::over(v, pool().take(Field::size(v)));
     allocate_tiles();
     pack_maps();
@@ -81,23 +54,23 @@ class BackwardTask {
     reserve_segment(1);
   }
   void scatter(long b) {
-    only_sinks(b);
+    near_.attend_to_sinks(b);
     block_rows(b, work_);
   }
   void gather(long b) {
-    Keys& block = keys(b);
+    Keys& block = near_.block(b);
     make_fold(v, block, 0, block.count, work_.max, true, folds_[0]);
     fold_backward(block, folds_[0]);
   }
 
   // Hands everything over that was summed up on the way.
   void finish() {
-    for (int i = 0; i < (v.p.near_blocks ? 3 : 1); ++i) flush(i);
+    near_.give_back_all();
     const long place = long(v.slice) * v.sequences() + v.sequence();
     if (v.p.sinks) {
-      add_rows(sinks_.grad, padded(v.D), v.p.sinks, v.D, v.p.root, 0, v.p.sinks,
+      add_rows(near_.sinks.grad, padded(v.D), v.p.sinks, v.D, v.p.root, 0, v.p.sinks,
                saved_.sink_k + place * v.p.sinks * v.D, 0);
-      add_rows(sinks_.value_grad, v.height, v.p.sinks, v.V, 1, 0, v.p.sinks,
+      add_rows(near_.sinks.value_grad, v.height, v.p.sinks, v.V, 1, 0, v.p.sinks,
                saved_.sink_v + place * v.p.sinks * v.V, 0);
     }
     const long row = v.sequence() * v.p.num_features + v.first;
@@ -109,8 +82,6 @@ class BackwardTask {
   }
 
  private:
-  static constexpr long NOTHING = -2;  // no block has this number
-
   // Memory ------------------------------------------------------------------------------------------------------------
 
   void allocate_tiles() {
@@ -157,40 +128,11 @@ class BackwardTask {
 
   // Keys --------------------------------------------------------------------------------------------------------------
 
-  Keys& keys(long b) {
-    const long slots = v.p.near_blocks ? 3 : 1, slot = (b + slots) % slots;
-    if (held_[slot] != b) {
-      flush(slot);
-      ring_[slot].load(v, b * v.p.block, v.p.block);
-      held_[slot] = b;
-    }
-    return ring_[slot];
-  }
-
-  void flush(long slot) {
-    if (held_[slot] == NOTHING) return;
-    give_back(ring_[slot]);
-    held_[slot] = NOTHING;
-  }
-
-  SUBQUAD_STAGE void give_back(Keys& block) {
-    const GradientWindow& w = window_;
-    add_rows(block.grad, padded(v.D), block.count, v.D, v.p.root, block.token, v.p.key_length, w.k, w.key_first);
-    add_rows(block.value_grad, v.height, block.count, v.V, 1, block.token, v.p.key_length, w.v, w.key_first);
-    std::fill(block.grad, block.grad + block.height * padded(v.D), 0.0f);
-    std::fill(block.value_grad, block.value_grad + block.height * v.height, 0.0f);
-  }
-
-  void only_sinks(long b) {
-    exact_.clear();
-    if (v.p.sinks && v.exact_turn(b)) exact_.add(Piece::SINKS, &sinks_);
-  }
-
   // The block that enters the far field after block b was read, or -1.
   long folded_block(const Pass& pass, long b) const {
     if (pass.kind == Pass::OWN) return b;
     const long other = pass.kind == Pass::ALONG ? b - 1 : b + 1;
-    return other < v.blocks(v.p.key_length) ? other : -1;
+    return near_.there(other) ? other : -1;
   }
 
   SUBQUAD_STAGE void record_folds(const Pass& pass, long b, long place) {
@@ -229,14 +171,11 @@ class BackwardTask {
 
   void near(const Pass& pass, long b, const Field& state, const Fold* folds) {
     const long other = folded_block(pass, b);
-    for (long i = folds_per_block() - 1; i >= 0 && other >= 0; --i) fold_backward(keys(other), folds[i]);
-    exact_.clear();
-    if (pass.kind == Pass::ALONG && v.exact_turn(b)) {
-      if (v.p.sinks) exact_.add(Piece::SINKS, &sinks_);
-      if (b > 0) exact_.add(Piece::NEIGHBOUR, &keys(b - 1));
-      exact_.add(Piece::OWN, &keys(b));
-      if (!v.p.causal && b + 1 < v.blocks(v.p.key_length)) exact_.add(Piece::NEIGHBOUR, &keys(b + 1));
-    }
+    for (long i = folds_per_block() - 1; i >= 0 && other >= 0; --i) fold_backward(near_.block(other), folds[i]);
+    if (pass.kind == Pass::ALONG)
+      near_.attend_around(b);
+    else
+      near_.attend_to_nothing();
     block_rows(b, state);
   }
 
@@ -250,7 +189,7 @@ class BackwardTask {
   }
 
   void own(long b, const Field& state, const Fold* fold) {
-    only_sinks(b);
+    near_.attend_to_sinks(b);
     const long begin = b * v.p.block;
     own_tokens(begin, int(std::min<long>(v.p.block, v.p.length - begin)), state, *fold);
   }
@@ -267,8 +206,7 @@ class BackwardTask {
       open_rows(group, begin, count, *state);
       if (v.logarithmic() && count > 1 && too_large()) return own_parts(begin, count, before);
     }
-    Keys& block = ring_[0];
-    block.load(v, begin, count);
+    Keys& block = near_.tokens(begin, count);
     fold_gradient(block, fold);
     for (int group = 0; group < v.p.groups; ++group) {
       if (v.p.groups > 1) open_rows(group, begin, count, *state);
@@ -276,7 +214,7 @@ class BackwardTask {
     }
     finish_fold(block, fold);
     if (fold.decays) grad_.scale(v, fold.decay);
-    give_back(block);
+    near_.give_back(block);
   }
 
   // Rows that the certificate of the forward refused: the same with smaller blocks.
@@ -384,7 +322,7 @@ class BackwardTask {
     for (long i = 0; i < long(tall) * v.M; i += LANES) store(dlogs_ + i, load(dlogs_ + i) * load(gain + i));
     std::fill(dx_, dx_ + tall * padded(v.D), 0.0f);
     queries_backward(v, r_, query_columns_, dlogs_, scratch_, map_, dx_);
-    if (!exact_.empty()) {
+    if (!near_.exact.empty()) {
       std::fill(r_.sum, r_.sum + tall, 0.0f);
       exact_rows(offset);
     }
@@ -395,10 +333,10 @@ class BackwardTask {
   void exact_rows(int offset) {
     float kept[TILE];
     std::copy(r_.exact, r_.exact + r_.height(), kept);  // the logits' maxima are written there
-    exact_.logits(v, r_, offset);
+    near_.exact.logits(v, r_, offset);
     std::copy(kept, kept + r_.height(), r_.exact);
-    exact_.weights(v, r_, offset);
-    exact_.backward(v, r_, offset, grad_lanes_, grad_columns_, minus_dot_, dx_);
+    near_.exact.weights(v, r_, offset);
+    near_.exact.backward(v, r_, offset, grad_lanes_, grad_columns_, minus_dot_, dx_);
   }
 
   // What rows and keys of the same block give each other through their features.
@@ -437,9 +375,8 @@ class BackwardTask {
   Field grad_, work_{}, read_{};
   GradientWindow window_;
   Rows r_;
-  Keys ring_[3], sinks_, scout_;
-  long held_[3];
-  Exact exact_;
+  Neighbours near_;  // collects gradients
+  Keys scout_;       // does not: runs ahead when a segment is folded once more
   std::vector<Field> states_;
   std::vector<Fold> folds_;
   MapGradients map_{};

@@ -1,6 +1,6 @@
 // One task's sweep along the blocks of a sequence; what is read when, and why, is said in favor/sweep.py.
 #pragma once
-#include "exact.hpp"
+#include "neighbours.hpp"
 
 namespace subquad {
 
@@ -34,19 +34,9 @@ inline void merge_row(const View& v, const float* part, const float* part_norm, 
 class ForwardTask {
  public:
   ForwardTask(const View& view, Field field, Output output)
-      : v(view), field_(field), to_(output), r_(Rows::allocate(view, false)) {
-    const int near = v.p.near_blocks, capacity = near ? v.p.block : TILE;
-    for (int i = 0; i < (near ? 3 : 1); ++i) {
-      ring_[i] = Keys::allocate(v, capacity, near, false);
-      held_[i] = NOTHING;
-    }
-    if (v.p.sinks) {
-      sinks_ = Keys::allocate(v, v.p.sinks, true, false);
-      sinks_.load_sinks(v);
-    }
-    exact_ = Exact::allocate(v.p.sinks + (near ? 3L * v.p.block : 0), false);
+      : v(view), field_(field), to_(output), r_(Rows::allocate(view, false)), near_(view, nullptr) {
     fold_ = Fold::allocate(v, TILE, false);
-    if (near || !v.p.causal) return;
+    if (v.p.near_blocks || !v.p.causal) return;
     scores_ = pool().take(TILE * TILE);
     before_ = Field::over(v, pool().take(Field::size(v)));
     first_seen_ = 0;
@@ -57,52 +47,30 @@ class ForwardTask {
 
   // near > 0, towards the end: exact on blocks b - 1, b (and b + 1), far on those up to b - 2.
   void along(long b) {
-    exact_.clear();
-    if (v.exact_turn(b)) {
-      if (v.p.sinks) exact_.add(Piece::SINKS, &sinks_);
-      if (b > 0) exact_.add(Piece::NEIGHBOUR, &keys(b - 1));
-      exact_.add(Piece::OWN, &keys(b));
-      if (!v.p.causal && b + 1 < v.blocks(v.p.key_length)) exact_.add(Piece::NEIGHBOUR, &keys(b + 1));
-    }
+    near_.attend_around(b);
     read_block(b);
-    if (b > 0) fold_block(keys(b - 1));
+    if (near_.there(b - 1)) fold_block(near_.block(b - 1));
   }
   // near > 0, towards the beginning: far on blocks from b + 2 on.
   void back(long b) {
-    exact_.clear();
+    near_.attend_to_nothing();
     read_block(b);
-    if (b + 1 < v.blocks(v.p.key_length)) fold_block(keys(b + 1));
+    if (near_.there(b + 1)) fold_block(near_.block(b + 1));
   }
   // near = 0, not causal: first all keys, then all queries.
-  void gather(long b) { fold_block(keys(b)); }
+  void gather(long b) { fold_block(near_.block(b)); }
   void scatter(long b) {
-    only_sinks(b);
+    near_.attend_to_sinks(b);
     read_block(b);
   }
   // near = 0, causal.
   void own(long b) {
-    only_sinks(b);
+    near_.attend_to_sinks(b);
     const long begin = b * v.p.block;
     own_tokens(begin, int(std::min<long>(v.p.block, v.p.length - begin)));
   }
 
  private:
-  static constexpr long NOTHING = -2;  // no block has this number
-
-  Keys& keys(long b) {
-    const long slots = v.p.near_blocks ? 3 : 1, slot = (b + slots) % slots;
-    if (held_[slot] != b) {
-      ring_[slot].load(v, b * v.p.block, v.p.block);
-      held_[slot] = b;
-    }
-    return ring_[slot];
-  }
-
-  void only_sinks(long b) {
-    exact_.clear();
-    if (v.p.sinks && v.exact_turn(b)) exact_.add(Piece::SINKS, &sinks_);
-  }
-
   void fold_block(const Keys& block) {
     for (int begin = 0; begin < block.count; begin += TILE) {
       make_fold(v, block, begin, std::min(TILE, block.count - begin), field_.max, false, fold_, &field_);
@@ -132,9 +100,9 @@ class ForwardTask {
       read_field(begin, features);
     });
     if (own) add_own(*own);
-    if (!exact_.empty()) {
-      exact_.weights(v, r_, offset);
-      exact_.add_values(v, r_, offset);
+    if (!near_.exact.empty()) {
+      near_.exact.weights(v, r_, offset);
+      near_.exact.add_values(v, r_, offset);
     }
     for (int i = 0; i < count; ++i) v.logarithmic() ? write_logarithmic(group, i) : write_linear(group, i);
     return smallest_sum();
@@ -147,11 +115,11 @@ class ForwardTask {
 
   // The largest exponent of each row, as one point on two scales: far + scalar = exact.
   void references(int offset) {
-    if (exact_.empty()) {
+    if (near_.exact.empty()) {
       for (int t = 0; t < r_.height(); ++t) r_.exact[t] = r_.far[t] + r_.scalar[t];
       return;
     }
-    exact_.logits(v, r_, offset);
+    near_.exact.logits(v, r_, offset);
     for (int t = 0; t < r_.height(); ++t) {
       const float far = r_.far[t], exact = r_.exact[t];
       r_.far[t] = std::max(far, exact - r_.scalar[t]);
@@ -178,8 +146,7 @@ class ForwardTask {
   }
 
   void own_tokens(long begin, int count) {
-    Keys& block = ring_[0];
-    block.load(v, begin, count);
+    const Keys& block = near_.tokens(begin, count);
     std::copy(field_.max, field_.max + v.M, before_.max);
     make_fold(v, block, 0, count, field_.max, false, fold_);
     if (fold_.decays) {  // the own keys stand at the later maxima, so the field must too
@@ -190,8 +157,7 @@ class ForwardTask {
     for (int group = 0; group < v.p.groups; ++group)
       smallest = std::min(smallest, read_rows(group, begin, count, 0, &block));
     if (smallest >= CERTIFICATE || count == 1 || !v.logarithmic()) return add_fold(v, block, fold_, field_, 0, v.M);
-    if (fold_.decays)
-      field_.copy_from(v, before_);
+    if (fold_.decays) field_.copy_from(v, before_);
     const int part = std::max(1, count / SPLIT);
     for (int i = 0; i < count; i += part) own_tokens(begin + i, std::min(part, count - i));
   }
@@ -233,9 +199,7 @@ class ForwardTask {
   Field field_, before_{};
   Output to_;
   Rows r_;
-  Keys ring_[3], sinks_;
-  long held_[3];
-  Exact exact_;
+  Neighbours near_;
   Fold fold_;
   float* scores_ = nullptr;
   long first_seen_ = 0;

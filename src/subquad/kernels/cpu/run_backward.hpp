@@ -120,11 +120,11 @@ inline void clear_gradients(const Problem& p, const Backward& saved) {
   const long counts[] = {heads * p.groups * p.length * p.head_dim, heads * p.key_length * p.head_dim,
                          heads * p.key_length * p.value_dim};
   float* const all[] = {saved.q, saved.k, saved.v};
-  for (int i = 0; i < 3; ++i) {
-    prefer_huge_pages(all[i], counts[i]);
 #pragma omp parallel for schedule(static) num_threads(p.threads)
-    for (int part = 0; part < p.threads; ++part)
-      std::fill(all[i] + counts[i] * part / p.threads, all[i] + counts[i] * (part + 1) / p.threads, 0.0f);
+  for (int part = 0; part < 3 * p.threads; ++part) {
+    const long count = counts[part % 3], begin = count * (part / 3) / p.threads, end = count * (part / 3 + 1) / p.threads;
+    touch_pages(all[part % 3] + begin, end - begin);
+    std::fill(all[part % 3] + begin, all[part % 3] + end, 0.0f);
   }
 }
 

@@ -49,6 +49,7 @@ inline void start_field(const View& v, const Pass& pass, Field& field) {
 inline void forward_alone(const View& v, const Passes& passes, const Forward& f) {
   pool().reset();
   Field field = Field::over(v, pool().take(Field::size(v)));
+  touch_pages(whole_output(v, f, false, false).out, v.p.groups * v.p.length * v.V);
   for (int i = 0; i < passes.count; ++i) {
     const Pass& pass = passes.pass[i];
     start_field(v, pass, field);
@@ -131,7 +132,6 @@ inline void forward_in_slices(const Problem& p, const Passes& passes, const Forw
 
 inline void forward(const Problem& p, const Forward& f) {
   const Passes passes = passes_of(p);
-  prefer_huge_pages(f.out, long(p.batch) * p.key_heads * p.groups * p.length * p.value_dim);
   if (p.slices > 1) return forward_in_slices(p, passes, f);
 #pragma omp parallel for schedule(dynamic) num_threads(p.threads)
   for (long task = 0; task < task_count(p); ++task) forward_alone(View(p, task), passes, f);

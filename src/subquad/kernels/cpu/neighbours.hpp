@@ -1,0 +1,96 @@
+// The keys around a block: a few blocks kept ready, the sinks, and which of them are attended to exactly.
+#pragma once
+#include "exact.hpp"
+
+namespace subquad {
+
+// Where gradients of one key head are added: rows of all its query heads, keys and values, from some token on.
+struct GradientWindow {
+  float *q, *k, *v;
+  long first, tokens;          // queries of each head
+  long key_first, key_tokens;
+};
+
+// Adds rows with padding to dense ones, dropping what lies outside [0, limit).
+inline void add_rows(const float* from, long stride, int count, int width, float factor, long token, long limit,
+                     float* to, long first) {
+  for (int i = 0; i < count; ++i) {
+    if (token + i < 0 || token + i >= limit) continue;
+    float* row = to + (token + i - first) * width;
+    for (int d = 0; d < width; ++d) row[d] += factor * from[i * stride + d];
+  }
+}
+
+class Neighbours {
+ public:
+  // With a window, blocks collect gradients and hand them over when they leave.
+  Neighbours(const View& view, const GradientWindow* window) : v(view), window_(window) {
+    const bool near = v.p.near_blocks, backward = window != nullptr;
+    slots_ = near ? 3 : 1;
+    for (int i = 0; i < slots_; ++i) {
+      ring_[i] = Keys::allocate(v, near ? v.p.block : TILE, near, backward);
+      held_[i] = NOTHING;
+    }
+    if (v.p.sinks) {
+      sinks = Keys::allocate(v, v.p.sinks, true, backward);
+      sinks.load_sinks(v);
+    }
+    exact = Exact::allocate(v.p.sinks + (near ? 3L * v.p.block : 0), backward);
+  }
+
+  Keys& block(long b) {
+    const long slot = (b + slots_) % slots_;
+    if (held_[slot] != b) {
+      if (held_[slot] != NOTHING) give_back(ring_[slot]);
+      ring_[slot].load(v, b * v.p.block, v.p.block);
+      held_[slot] = b;
+    }
+    return ring_[slot];
+  }
+  // near = 0: any tokens, until the next call.
+  Keys& tokens(long begin, int count) {
+    ring_[0].load(v, begin, count);
+    return ring_[0];
+  }
+  bool there(long b) const { return b >= 0 && b < v.blocks(v.p.key_length); }
+
+  // What the rows of block b attend to exactly: nothing, the sinks, or the sinks and the blocks around.
+  void attend_to_nothing() { exact.clear(); }
+  void attend_to_sinks(long b) {
+    exact.clear();
+    if (v.p.sinks && v.exact_turn(b)) exact.add(Piece::SINKS, &sinks);
+  }
+  void attend_around(long b) {
+    attend_to_sinks(b);
+    if (!v.exact_turn(b)) return;
+    if (there(b - 1)) exact.add(Piece::NEIGHBOUR, &block(b - 1));
+    exact.add(Piece::OWN, &block(b));
+    if (!v.p.causal && there(b + 1)) exact.add(Piece::NEIGHBOUR, &block(b + 1));
+  }
+
+  SUBQUAD_STAGE void give_back(Keys& keys) {
+    if (!window_) return;
+    const GradientWindow& w = *window_;
+    add_rows(keys.grad, padded(v.D), keys.count, v.D, v.p.root, keys.token, v.p.key_length, w.k, w.key_first);
+    add_rows(keys.value_grad, v.height, keys.count, v.V, 1, keys.token, v.p.key_length, w.v, w.key_first);
+    std::fill(keys.grad, keys.grad + keys.height * padded(v.D), 0.0f);
+    std::fill(keys.value_grad, keys.value_grad + keys.height * v.height, 0.0f);
+  }
+  void give_back_all() {
+    for (int i = 0; i < slots_; ++i)
+      if (held_[i] != NOTHING) give_back(ring_[i]);
+  }
+
+  Exact exact;
+  Keys sinks;
+
+ private:
+  static constexpr long NOTHING = -2;  // no block has this number
+  View v;
+  const GradientWindow* window_;
+  int slots_;
+  Keys ring_[3];
+  long held_[3];
+};
+
+}  // namespace subquad
