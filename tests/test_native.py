@@ -16,7 +16,7 @@ from torch import Tensor
 
 from subquad import FavorAttention, LinearAttention, Mechanism
 from subquad.errors import ConfigError
-from subquad.kernels.cpu import library
+from subquad.kernels.cpu import build, library
 from subquad.testing import Check, assert_close, make_inputs, parametrize_contract
 from subquad.testing.inputs import gradients
 
@@ -220,12 +220,19 @@ def test_the_engine_can_be_named(machine: str, shown: str) -> None:
     assert done.stdout.decode().startswith(shown)
 
 
-def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
-    for source in library.FOLDER.glob("*.[hc]pp"):
-        shutil.copy(source, tmp_path)
-    assert library.fingerprint(tmp_path) == library.fingerprint(library.FOLDER)
-    (tmp_path / "api.hpp").write_text("// something else")
-    assert library.fingerprint(tmp_path) != library.fingerprint(library.FOLDER)
+def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "fingerprint", lambda folder: "something else")
+    assert "made from other sources: install subquad again" in str(library._load())
+
+
+def test_without_a_compiler_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    assert build.build(tmp_path) == build.Built([], ["no C++ compiler found"])
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert all("no-such-compiler" in failure for failure in build.build(tmp_path).failures)
+    monkeypatch.setenv("CXX", "false")  # a compiler that fails
+    assert build.build(tmp_path).libraries == []
 
 
 # Machines and sanitizers ----------------------------------------------------------------------------------------------
@@ -245,13 +252,14 @@ def test_the_generic_engine_computes_the_same() -> None:
 def test_no_bad_memory_access_and_no_undefined_behaviour(tmp_path: Path) -> None:
     """The kernels under AddressSanitizer and UndefinedBehaviorSanitizer."""
     root = Path(__file__).parent.parent
-    sources = library.FOLDER
-    engine = tmp_path / "engine_sanitized.so"
-    sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g")
-    defines = f'-DSUBQUAD_SOURCES="{library.fingerprint(sources)}"'
-    flags = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fopenmp", "-Wno-psabi", defines, *sanitizers)
-    subprocess.run(["c++", *flags, str(sources / "engine.cpp"), "-o", str(engine)], check=True)
-    preload = subprocess.run(["c++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    for source in library.FOLDER.glob("*.[hc]pp"):
+        shutil.copy(source, tmp_path)
+    sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1")
+    command = build.compiler()
+    assert command is not None
+    engine = build.compile_engine(tmp_path, "generic", command, sanitizers)
+    assert isinstance(engine, Path), engine
+    preload = subprocess.run([*command, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     environment = os.environ | {
         "SUBQUAD_CPU": str(engine),
         "LD_PRELOAD": preload.stdout.strip(),

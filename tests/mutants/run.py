@@ -13,10 +13,13 @@ from pathlib import Path
 from core_mutants import CORE
 from model_mutants import MODELS
 from mutant import Mutant
+from native_mutants import NATIVE
 from rich.console import Console
 from rich.progress import Progress
 
-MUTANTS = (*CORE, *MODELS)
+from subquad.kernels.cpu import build, library
+
+MUTANTS = (*CORE, *MODELS, *NATIVE)
 ROOT = Path(__file__).parent.parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full"]
 
@@ -43,7 +46,18 @@ def killed(mutant: Mutant) -> bool:
                 f"{mutant.name}: its text stands {text.count(mutant.old)} times in {mutant.path}, not once"
             )
         path.write_text(text.replace(mutant.old, mutant.new))
+        if path.suffix == ".hpp":
+            rebuild(path.parent)
         return red(source, mutant.tests)
+
+
+def rebuild(folder: Path) -> None:
+    """The library this machine would load."""
+    command = build.compiler()
+    assert command is not None
+    made = build.compile_engine(folder, library.wanted_machine(), command)
+    if isinstance(made, str):
+        raise RuntimeError(f"the mutant does not compile:\n{made[-2000:]}")
 
 
 def main() -> int:

@@ -60,14 +60,13 @@ def _tensors(op: str, **tensors: Tensor) -> None:
         if tensor.dtype not in FLOAT_DTYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
             raise DtypeError(f"{op}: {name} must be one of {names}, got {str(tensor.dtype).removeprefix('torch.')}")
-    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
-    if len(set(dtypes.values())) > 1:
-        raise DtypeError(
-            f"{op}: {_list(tensors)} must share one dtype, got {', '.join(dtypes.values())}; cast them to one"
-        )
-    devices = {name: str(tensor.device) for name, tensor in tensors.items()}
-    if len(set(devices.values())) > 1:
-        raise BackendError(f"{op}: {_list(tensors)} must be on one device, got {', '.join(devices.values())}")
+    first = next(iter(tensors.values()))
+    if any(tensor.dtype != first.dtype for tensor in tensors.values()):
+        dtypes = ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())
+        raise DtypeError(f"{op}: {_list(tensors)} must share one dtype, got {dtypes}; cast them to one")
+    if any(tensor.device != first.device for tensor in tensors.values()):
+        devices = ", ".join(str(tensor.device) for tensor in tensors.values())
+        raise BackendError(f"{op}: {_list(tensors)} must be on one device, got {devices}")
 
 
 def _list(names: Iterable[str]) -> str:
@@ -137,21 +136,25 @@ def state(op: str, state: Any, kind: type, shapes: Sequence[tuple[int | None, ..
     """A state made by the same mechanism for the same batch, heads, dims and dtype; None in a shape fits any size."""
     if not isinstance(state, kind):
         raise ShapeError(f"{op}: state must be a {kind.__name__} returned by extend, got {type(state).__name__}")
+    dtypes = (k.dtype, torch.promote_types(k.dtype, torch.float32))
     for name, tensor, shape in zip(kind._fields, state, shapes, strict=True):
-        if tensor.dim() != len(shape) or any(
-            want is not None and want != got for want, got in zip(shape, tensor.shape, strict=True)
-        ):
+        if tensor.shape != shape and not _fits(tensor, shape):
             wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
             raise ShapeError(
                 f"{op}: state.{name} must be {wanted} for these inputs, got {shape_of(tensor)}; "
                 "it comes from another batch or mechanism"
             )
-        dtypes = (k.dtype, torch.promote_types(k.dtype, torch.float32))
         if tensor.is_floating_point() and tensor.dtype not in dtypes:
             got, wanted = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, k.dtype))
             raise DtypeError(f"{op}: state.{name} is {got}, but q, k and v are {wanted}; keep one dtype per sequence")
         if tensor.device != k.device:
             raise BackendError(f"{op}: state.{name} is on {tensor.device}, k on {k.device}; move one of them")
+
+
+def _fits(tensor: Tensor, shape: tuple[int | None, ...]) -> bool:
+    if tensor.dim() != len(shape):
+        return False
+    return all(want is None or want == got for want, got in zip(shape, tensor.shape, strict=True))
 
 
 def feature_map(op: str, map: Any, q: Tensor, k: Tensor) -> None:

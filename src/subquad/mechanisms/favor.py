@@ -236,7 +236,7 @@ class FavorAttention(RandomFeatures, Mechanism):
         self.redraw(self.seed)
 
     def check_heads(self, q: Tensor, k: Tensor) -> None:
-        checks.feature_map(self.name, self.feature_map, q, k)
+        checks.feature_map(self.name, FeatureMap(self.weight, self.weight, self.weight[:, :, 0]), q, k)
 
     @without_autocast
     def forward(

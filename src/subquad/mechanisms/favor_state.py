@@ -99,13 +99,14 @@ def extend(
     state: FavorState,
     key_mask: Tensor | None,
 ) -> tuple[Tensor, FavorState]:
-    real = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
     if q.shape[2] == 1:
         checks.no_transforms(q, k, v)
         tensors = (k, v, *state, map.query, map.key, map.key_bias, map.offset_weight, map.offset_bias)
         if step_engine("favor", options.backend, q, *tensors) == "cpu":
             how = {"near": options.near, "root": options.scale**0.5, "gaussian": options.gaussian}
-            return favor_step(q, k, v, map, real[:, 0], state, **how)
+            return favor_step(q, k, v, map, None if key_mask is None else key_mask[:, 0], state, **how)
+    real = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+    if q.shape[2] == 1:
         return _Step(options, map, state, real[:, 0]).extend(q, k, v)
     index = state.length[:, None] + real.cumsum(-1) - 1  # position among the real tokens of the sequence
     slots = slots_of(index, real & (index < options.sinks), options.sinks)

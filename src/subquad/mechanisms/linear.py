@@ -139,7 +139,7 @@ class _Phi:
         return ops.linear_attention(inputs, causal=causal, chunk=self.chunk, backend=self.backend, **options)
 
     def native_log_step(
-        self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, state: LinearState
+        self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, state: LinearState
     ) -> tuple[Tensor, LinearState]:
         """One token of the exponential map: FAVOR without near blocks and sinks."""
         empty_k, empty_v, start = k[:, :, :0], v[:, :, :0], torch.zeros(k.shape[0], dtype=torch.int64)
@@ -295,7 +295,7 @@ class LinearAttention(RandomFeatures, Mechanism):
         phi, past = self._phi, () if state is None else tuple(state)
         if callable(self.feature_map) or step_engine("linear", self.backend, q, k, v, self.weight, *past) == "torch":
             return None
-        real = k.new_ones(k.shape[0], dtype=torch.bool) if key_mask is None else key_mask[:, 0]
+        real = None if key_mask is None else key_mask[:, 0]
         if state is None:
             features, dims = self.num_features or self.head_dim, k.shape[:2]
             lowest = (FLOOR, features) if phi.in_log_space else (0.0, 1)

@@ -52,7 +52,7 @@ struct Backward {
 
 // One token for every sequence. Kept keys and values are updated in place (they are the caller's copies).
 struct Step {
-  const uint8_t* real;      // [B]
+  const uint8_t* real;      // [B], or null: all of them
   const int64_t* length;    // [B] tokens before this one
   float *far_max, *far_sum; // [B, K, M], [B, K, M, V + 1], updated in place
   void *sink_k, *sink_v;    // [B, K, sinks, ..] dtype

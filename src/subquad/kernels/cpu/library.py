@@ -1,7 +1,6 @@
 """Finds and loads the compiled engine, and mirrors the structures of `api.hpp`."""
 
 import ctypes
-import hashlib
 import os
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from subquad.kernels.cpu.build import fingerprint
 
 FOLDER = Path(__file__).parent
 OVERRIDE = "SUBQUAD_CPU"  # names an engine or a library file, for comparison; "off" for none
@@ -90,14 +91,6 @@ def _missing(machine: str) -> str:
     if machine == os.environ.get(OVERRIDE) and built:
         return f"{OVERRIDE}={machine} names no engine; there are {', '.join(built)}, off"
     return f"engine_{machine}.so was not built: install a C++ compiler, then subquad again"
-
-
-def fingerprint(folder: Path) -> str:
-    """Of the C++ sources: a library made from others is not used."""
-    digest = hashlib.sha256()
-    for source in sorted(folder.glob("*.[hc]pp")):
-        digest.update(source.name.encode() + source.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _bind(machine: str, loaded: Any) -> Library | str:

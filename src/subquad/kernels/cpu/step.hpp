@@ -11,7 +11,7 @@ class TokenStep {
     const long place = Field::place(v, 0);
     far_max_ = s.far_max + (v.logarithmic() ? place : 0);
     far_sum_ = s.far_sum + place * (v.V + 1);
-    real_ = s.real[v.b];
+    real_ = !s.real || s.real[v.b];
     before_ = s.length[v.b];
     near_ = v.p.near_blocks ? v.p.block : 0;
     x_ = pool().take(v.D);

@@ -4,21 +4,49 @@ The caller's state is left alone: what changes is copied first, and what does no
 """
 
 import ctypes
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from subquad.features import FeatureMap
-from subquad.kernels.cpu.favor import map_fields
-from subquad.kernels.cpu.library import Problem, Step
-from subquad.kernels.cpu.problem import KINDS, engine, float32, make_problem
+from subquad.kernels.cpu.library import DTYPES, Problem, Step, array, dense_rows
+from subquad.kernels.cpu.problem import KINDS, RULES, engine, float32
 from subquad.kernels.cpu.run import fill
 
 
-def _run(given: Problem, q: Tensor, keep: list[Tensor], **fields: Tensor) -> Tensor:
-    out = torch.empty(*q.shape[:3], given.value_dim, dtype=torch.float32)
-    filled = fill(Step, keep, out=out, **fields)
+@functools.lru_cache(maxsize=64)
+def _template(**numbers: int) -> Problem:
+    """A problem without pointers: those are all that changes from token to token."""
+    return Problem(**numbers)
+
+
+def _run(
+    shape: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, root: float, maps: dict[str, Tensor | None], **fields: Any
+) -> Tensor:
+    """`shape`: numbers of the problem that the tensors do not tell."""
+    q, k, v = (dense_rows(t) for t in (q, k, v))
+    batch, heads, _, head_dim = q.shape
+    key_heads, value_dim = k.shape[1], v.shape[3]
+    given = Problem.from_buffer_copy(
+        _template(
+            dtype=DTYPES[q.dtype],
+            batch=batch,
+            key_heads=key_heads,
+            groups=heads // key_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            threads=torch.get_num_threads(),
+            **{"length": 1, "key_length": 1, "slices": 1, "mask_batch": 1, "tile": 1},
+            **shape,
+        )
+    )
+    given.root, given.q, given.k, given.v = root, array(q), array(k), array(v)
+    for name, tensor in maps.items():
+        setattr(given, name, None if tensor is None else tensor.data_ptr())
+    out = torch.empty(batch, heads, 1, value_dim, dtype=torch.float32)
+    filled = fill(Step, [], out=out, **fields)
     engine().step(ctypes.byref(given), ctypes.byref(filled))
     return out.to(q.dtype)
 
@@ -28,56 +56,53 @@ def favor_step(
     k: Tensor,
     v: Tensor,
     map: FeatureMap,
-    real: Tensor,
+    real: Tensor | None,
     state: Any,
     *,
     near: int,
     root: float,
     gaussian: bool,
 ) -> tuple[Tensor, Any]:
-    """q, k, v `[B, ., 1, .]`, real `[B]`, state a `FavorState`."""
+    """q, k, v `[B, ., 1, .]`, real `[B]` (None: all), state a `FavorState`."""
     sinks, length = state.sink_k.shape[2], state.length.tolist()
-    far = (state.far_max, state.far_sum)
+    far_max, far_sum = state.far_max.contiguous(), state.far_sum.contiguous()
     if not near or any((before + 1) % near == 0 for before in length):
-        far = tuple(t.clone() for t in far)
-    kept = {name: getattr(state, name) for name in ("sink_k", "sink_v", "block_k", "block_v")}
+        far_max, far_sum = far_max.clone(), far_sum.clone()
+    kept = {name: getattr(state, name).contiguous() for name in ("sink_k", "sink_v", "block_k", "block_v")}
     for name, tensor in kept.items():
-        if name.startswith("block") or any(before < sinks for before in length):
-            kept[name] = tensor.clone(memory_format=torch.contiguous_format)
-        else:
-            kept[name] = tensor.contiguous()
-    keep: list[Tensor] = []
-    given = make_problem(
-        *(q, k, v, keep),
-        **map_fields(map),
-        **{"sinks": sinks, "near_blocks": near > 0, "block": near or 1, "root": root, "gaussian": gaussian},
-    )
-    far_max, far_sum = (t.contiguous() for t in far)
-    out = _run(
-        given,
-        q,
-        keep,
-        real=real.contiguous(),
-        length=state.length.contiguous(),
-        far_max=far_max,
-        far_sum=far_sum,
-        **kept,
-    )
-    return out, state._replace(length=state.length + real, far_max=far_max, far_sum=far_sum, **kept)
+        if near if name.startswith("block") else any(before < sinks for before in length):
+            kept[name] = tensor.clone()
+    shape = {
+        **{"kind": KINDS.index("exp"), "rule": RULES.index(map.rule), "rule_groups": map.groups},
+        **{"map_heads": map.query.shape[0], "num_features": map.num_features, "sinks": sinks},
+        **{"gaussian": int(gaussian), "near_blocks": int(near > 0), "block": near or 1},
+    }
+    maps = {
+        **{"query": float32(map.query), "key": float32(map.key), "key_bias": float32(map.key_bias)},
+        **{"offset_weight": float32(map.offset_weight), "offset_bias": float32(map.offset_bias)},
+    }
+    flags = None if real is None else real.contiguous()
+    fields = {"real": flags, "length": state.length.contiguous(), "far_max": far_max, "far_sum": far_sum, **kept}
+    out = _run(shape, q, k, v, root, maps, **fields)
+    after = state.length + (1 if real is None else real)
+    return out, state._replace(length=after, far_max=far_max, far_sum=far_sum, **kept)
 
 
 def linear_step(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, real: Tensor, far_sum: Tensor, feature_map: str, root: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor | None,
+    real: Tensor | None,
+    far_sum: Tensor,
+    feature_map: str,
+    root: float,
 ) -> tuple[Tensor, Tensor]:
     """Output, and `far_sum` with the new token in it."""
-    keep: list[Tensor] = []
     weight, far_sum = float32(weight), far_sum.clone(memory_format=torch.contiguous_format)
-    given = make_problem(
-        *(q, k, v, keep),
-        kind=KINDS.index(feature_map),
-        num_features=far_sum.shape[2],
-        map_heads=1 if weight is None else weight.shape[0],
-        **{"query": weight, "key": weight, "block": 1, "root": root},
-    )
+    shape = {"kind": KINDS.index(feature_map), "num_features": far_sum.shape[2], "block": 1}
+    shape["map_heads"] = 1 if weight is None else weight.shape[0]
     none = torch.zeros(q.shape[0], dtype=torch.int64)
-    return _run(given, q, keep, real=real.contiguous(), length=none, far_max=none, far_sum=far_sum), far_sum
+    flags = None if real is None else real.contiguous()
+    fields = {"real": flags, "length": none, "far_max": none, "far_sum": far_sum}
+    return _run(shape, q, k, v, root, {"query": weight, "key": weight}, **fields), far_sum

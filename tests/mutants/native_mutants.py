@@ -1,0 +1,97 @@
+"""Hand-made bugs of the C++ engine: each is compiled before its tests run."""
+
+from mutant import Mutant
+
+
+def native(words: str) -> str:
+    return f"tests/test_native.py -k '{words}'"
+
+
+CPU = "kernels/cpu/"
+
+NATIVE = (
+    Mutant(
+        "the field does not shrink when maxima grow",
+        CPU + "features.hpp",
+        "    if (fold.decays) field->scale(v, fold.decay, first, count);\n",
+        "",
+        native("favor and forward_equals_reference"),
+    ),
+    Mutant(
+        "a dead key enters the field",
+        CPU + "features.hpp",
+        "const bool counts = keys.fold[begin + t] != 0;",
+        "const bool counts = true;",
+        native("favor and masked_forward"),
+    ),
+    Mutant(
+        "the own block sees the next token",
+        CPU + "forward.hpp",
+        "for (int i = 0; i < s - j * PANEL; ++i) x[i] = 0;",
+        "for (int i = 0; i < s - j * PANEL - 1; ++i) x[i] = 0;",
+        native("paper and causal_means_causal or paper and forward_equals"),
+    ),
+    Mutant(
+        "a near block sees the next token",
+        CPU + "exact.hpp",
+        "const int earlier = std::min(e - offset - j * PANEL, PANEL);",
+        "const int earlier = std::min(e - offset - j * PANEL - 1, PANEL);",
+        native("favor-near and causal_means_causal or favor-near and forward_equals"),
+    ),
+    Mutant(
+        "no certificate",
+        CPU + "forward.hpp",
+        "if (smallest >= CERTIFICATE || count == 1",
+        "if (smallest >= 0 || count == 1",
+        native("paper and extreme or paper and causal_means or smaller_blocks"),
+    ),
+    Mutant(
+        "no certificate in the backward",
+        CPU + "backward.hpp",
+        "if (v.logarithmic() && count > 1 && too_large()) return",
+        "if (false) return",
+        native("smaller_blocks or paper and extreme or paper and gradients"),
+    ),
+    Mutant(
+        "slices merge with equal shares",
+        CPU + "forward.hpp",
+        "own_share = (lead > 0 ? 1 : other) / total",
+        "own_share = 1 / total",
+        native("slices"),
+    ),
+    Mutant(
+        "a slice's gradients are forgotten",
+        CPU + "run_backward.hpp",
+        "for (long i = begin; i < end; ++i) to[i] += from[i];",
+        "for (long i = begin; i + 1 < end; ++i) to[i] += from[i];",
+        native("slices"),
+    ),
+    Mutant(
+        "the gradient of the field does not shrink",
+        CPU + "backward.hpp",
+        "    finish_fold(block, fold);\n    if (fold.decays) grad_.scale(v, fold.decay);\n  }\n\n  // Blocks",
+        "    finish_fold(block, fold);\n  }\n\n  // Blocks",
+        native("favor and gradients_equal"),
+    ),
+    Mutant(
+        "a decoded block is not folded away",
+        CPU + "step.hpp",
+        "      read_value(kept(s.block_v, 2L * near_, i, v.V), 0);\n      fold();\n",
+        "      read_value(kept(s.block_v, 2L * near_, i, v.V), 0);\n",
+        native("extend_equals_forward"),
+    ),
+    Mutant(
+        "exp loses its last term",
+        CPU + "simd.hpp",
+        "  Vec p = splat(0.008312501297f);",
+        "  Vec p = splat(0.0f);",
+        native("single_precision"),
+    ),
+    Mutant(
+        "half precision is read as bfloat16",
+        CPU + "tokens.hpp",
+        "row[i] = from_float16(x[i]) * factor;",
+        "row[i] = from_bfloat16(x[i]) * factor;",
+        native("low_precision"),
+    ),
+)
