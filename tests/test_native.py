@@ -254,7 +254,13 @@ def test_no_bad_memory_access_and_no_undefined_behaviour(tmp_path: Path) -> None
     root = Path(__file__).parent.parent
     for source in library.FOLDER.glob("*.[hc]pp"):
         shutil.copy(source, tmp_path)
-    sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1")
+    sanitizers = (
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=undefined",
+        "-fno-omit-frame-pointer",
+        "-g",
+        "-O1",
+    )
     command = build.compiler()
     assert command is not None
     engine = build.compile_engine(tmp_path, "generic", command, sanitizers)
