@@ -221,13 +221,13 @@ def test_the_engine_can_be_named(machine: str, shown: str) -> None:
 
 
 def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "fingerprint", lambda folder: "something else")
+    monkeypatch.setattr(library, "fingerprint", lambda _: "something else")
     assert "made from other sources: install subquad again" in str(library._load())
 
 
 def test_without_a_compiler_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.setattr(build.shutil, "which", lambda _: None)
     assert build.build(tmp_path) == build.Built([], ["no C++ compiler found"])
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert all("no-such-compiler" in failure for failure in build.build(tmp_path).failures)

@@ -56,8 +56,8 @@ def rebuild(folder: Path) -> None:
     command = build.compiler()
     assert command is not None
     made = build.compile_engine(folder, library.wanted_machine(), command)
-    if isinstance(made, str):
-        raise RuntimeError(f"the mutant does not compile:\n{made[-2000:]}")
+    if not isinstance(made, Path):
+        sys.exit(f"the mutant does not compile:\n{made[-2000:]}")
 
 
 def main() -> int:
