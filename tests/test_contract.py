@@ -1,4 +1,7 @@
-"""Every mechanism, in the configurations that take different paths, against the whole contract."""
+"""Every mechanism, in the configurations that take different paths, against the whole contract.
+
+The torch engine in all precisions; `test_native.py` does the same for the C++ engine.
+"""
 
 import torch
 
@@ -23,28 +26,38 @@ class PerQueryHead(FavorAttention):
         "softmax": lambda: SoftmaxAttention(D),
         "softmax-scale": lambda: SoftmaxAttention(D, scale=0.7),
         "identity": lambda: IdentityAttention(D),
-        "linear": lambda: LinearAttention(D),
-        "linear-relu-projected": lambda: LinearAttention(D, feature_map="relu", num_features=12, num_heads=2),
-        "linear-softplus": lambda: LinearAttention(D, feature_map="softplus"),
-        "linear-relu2": lambda: LinearAttention(D, feature_map="relu2", num_features=9, coupling="iid"),
-        "linear-exp": lambda: LinearAttention(D, feature_map="exp"),
-        "linear-function": lambda: LinearAttention(D, feature_map=signed_relu),
-        "favor": lambda: FavorAttention(D, 16, near=8, sinks=2),
-        "favor-paper": lambda: FavorAttention(D, 16, near=0, sinks=0),
-        "favor-paper-per-head": lambda: FavorAttention(D, 16, near=0, sinks=0, num_heads=2, coupling="iid"),
-        "favor-sinks": lambda: FavorAttention(D, 16, near=0, sinks=3),
-        "favor-near": lambda: FavorAttention(D, 16, near=5, sinks=0, estimator="hyperbolic"),
-        "favor-more-sinks-than-near": lambda: FavorAttention(D, 16, near=4, sinks=9, num_heads=3),
-        "favor-all-near": lambda: FavorAttention(D, 16, near=200, sinks=1),
-        "favor-gaussian": lambda: FavorAttention(D, 16, near=8, sinks=2, kernel="gaussian"),
-        "favor-gaussian-paper": lambda: FavorAttention(D, 16, near=0, sinks=0, kernel="gaussian", scale=0.5),
-        "favor-trigonometric-per-query-head": lambda: PerQueryHead(
-            D, 16, near=0, sinks=0, estimator="trigonometric", num_heads=4
+        "linear": lambda: LinearAttention(D, backend="torch"),
+        "linear-relu-projected": lambda: LinearAttention(
+            D, backend="torch", feature_map="relu", num_features=12, num_heads=2
         ),
-        "favor-per-query-head": lambda: PerQueryHead(D, 16, near=8, sinks=2, num_heads=4),
-        "favor-trigonometric": lambda: FavorAttention(D, 16, near=0, sinks=0, estimator="trigonometric"),
+        "linear-softplus": lambda: LinearAttention(D, backend="torch", feature_map="softplus"),
+        "linear-relu2": lambda: LinearAttention(
+            D, backend="torch", feature_map="relu2", num_features=9, coupling="iid"
+        ),
+        "linear-exp": lambda: LinearAttention(D, backend="torch", feature_map="exp"),
+        "linear-function": lambda: LinearAttention(D, backend="torch", feature_map=signed_relu),
+        "favor": lambda: FavorAttention(D, 16, backend="torch", near=8, sinks=2),
+        "favor-paper": lambda: FavorAttention(D, 16, backend="torch", near=0, sinks=0),
+        "favor-paper-per-head": lambda: FavorAttention(
+            D, 16, backend="torch", near=0, sinks=0, num_heads=2, coupling="iid"
+        ),
+        "favor-sinks": lambda: FavorAttention(D, 16, backend="torch", near=0, sinks=3),
+        "favor-near": lambda: FavorAttention(D, 16, backend="torch", near=5, sinks=0, estimator="hyperbolic"),
+        "favor-more-sinks-than-near": lambda: FavorAttention(D, 16, backend="torch", near=4, sinks=9, num_heads=3),
+        "favor-all-near": lambda: FavorAttention(D, 16, backend="torch", near=200, sinks=1),
+        "favor-gaussian": lambda: FavorAttention(D, 16, backend="torch", near=8, sinks=2, kernel="gaussian"),
+        "favor-gaussian-paper": lambda: FavorAttention(
+            D, 16, backend="torch", near=0, sinks=0, kernel="gaussian", scale=0.5
+        ),
+        "favor-trigonometric-per-query-head": lambda: PerQueryHead(
+            D, 16, backend="torch", near=0, sinks=0, estimator="trigonometric", num_heads=4
+        ),
+        "favor-per-query-head": lambda: PerQueryHead(D, 16, backend="torch", near=8, sinks=2, num_heads=4),
+        "favor-trigonometric": lambda: FavorAttention(
+            D, 16, backend="torch", near=0, sinks=0, estimator="trigonometric"
+        ),
         "favor-trigonometric-gaussian": lambda: FavorAttention(
-            D, 16, near=0, sinks=0, estimator="trigonometric", kernel="gaussian", num_heads=2
+            D, 16, backend="torch", near=0, sinks=0, estimator="trigonometric", kernel="gaussian", num_heads=2
         ),
     }
 )
