@@ -1,4 +1,4 @@
-"""Compiles the C++ engine, one library for each kind of machine: `python -m subquad.kernels.cpu.build`.
+"""Compiles the C++ engine, one library for each kind of machine. Run as a script, it does so in place.
 
 The package's build runs this file where neither torch nor subquad is installed, so it imports neither.
 """

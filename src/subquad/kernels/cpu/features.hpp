@@ -5,7 +5,7 @@
 
 namespace subquad {
 
-// Calls `work(x)` for each vector of a matrix in lanes: x points at feature m of LANES tokens, of which the first is t.
+// Calls `work(x, m, t)` for each vector of a matrix in lanes: x points at feature m of LANES tokens, of which the first is t.
 template <class Work>
 inline void each_vector(int features, int panel_count, float* lanes, Work work) {
   for (int j = 0; j < panel_count; ++j)
@@ -201,7 +201,7 @@ struct Rows {
   float *lanes, *columns;   // [D][tokens], [tokens][D]
   float *scalar;            // [tokens] common log-factor of a row's features
   float *weights;           // [M][tokens]
-  float *far, *exact;       // [tokens] what exponents are relative to, on two scales (see problem.py); or 1 / size
+  float *far, *exact;       // [tokens] what exponents are relative to, on two scales (see favor/problem.py); or the size
   float *sum;               // [tokens] normaliser
   float *out;               // [tokens][V] in padded rows
 
