@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,10 @@ class Attend(Protocol):
     """Attention made for one shape and one direction."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+class Gated(Attend, Protocol):
+    """Attention that can be checked."""
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Its dense definition, in float64."""
@@ -209,7 +213,8 @@ def problem(case: Case, head_dim: int) -> str:
             errors[f"{direction} result"] = 0.0 if ok else math.nan
             continue
         with one_thread():
-            want, wanted = _differentiate(attend.reference, [t.detach().double().requires_grad_() for t in tensors])
+            definition = cast(Gated, attend).reference
+            want, wanted = _differentiate(definition, [t.detach().double().requires_grad_() for t in tensors])
         errors[f"{direction} output"] = relative_error(out, want)
         for name, got, gradient in zip("qkv", gradients, wanted, strict=True):
             errors[f"{direction} gradient of {name}"] = relative_error(got, gradient)

@@ -11,6 +11,7 @@ import math
 import re
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,17 +63,14 @@ def swap(*tensors: Tensor) -> list[Tensor]:
     return [t.transpose(1, 2) for t in tensors]
 
 
-class Peer:
-    """What adapters share; `reference` is given by those that are gated."""
+class Peer(ABC):
+    """What adapters share; those that are gated have a `reference` too."""
 
     def __init__(self, shape: Shape, causal: bool) -> None:
         self.shape, self.causal = shape, causal
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def reference(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
 class Performer(Peer):
