@@ -16,6 +16,7 @@ from torch import Tensor
 
 from subquad import FavorAttention, LinearAttention, Mechanism
 from subquad.errors import ConfigError
+from subquad.functional import linear_attention
 from subquad.kernels.cpu import build, library
 from subquad.testing import Check, assert_close, make_inputs, parametrize_contract, relative_error
 from subquad.testing.inputs import gradients
@@ -31,6 +32,7 @@ class InSingle:
     """Computes in float32, by the C++ engine, what comes in float64."""
 
     rounding = 1e-5
+    float32_floor = 3e-7  # what its exp is good to, see simd.hpp
 
     def forward(self: Any, *qkv: Tensor, **options: Any) -> Tensor:
         return super().forward(*to_single(qkv), **options).to(qkv[0].dtype)  # pyright: ignore
@@ -101,7 +103,7 @@ def assert_engines_agree(attention: Mechanism, length: int, *, causal: bool, siz
         assert_close(g, w, 1e-5, f"gradient of {name}")
 
 
-SLICED = {
+CUT = {
     "favor": lambda: FavorAttention(20, 100, near=16, sinks=3),
     "favor-long-blocks": lambda: FavorAttention(20, 100, near=150, sinks=0, kernel="gaussian"),
     "favor-paper": lambda: FavorAttention(20, 100, near=0, sinks=0, num_heads=1),
@@ -114,20 +116,20 @@ SLICED = {
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-@pytest.mark.parametrize("name", SLICED)
+@pytest.mark.parametrize("name", CUT)
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_slices_of_the_features_sum_up(name: str, count: int, causal: bool) -> None:
-    """More threads than heads: features are cut into slices, merged every few thousand tokens."""
+def test_parts_of_a_head_sum_up(name: str, count: int, causal: bool) -> None:
+    """More threads than heads: slices of FAVOR's features, stretches of linear attention's tokens."""
     with threads(count):
-        assert_engines_agree(SLICED[name](), 333, causal=causal)
+        assert_engines_agree(CUT[name](), 333, causal=causal)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("name", ["favor", "favor-paper", "linear"])
-def test_slices_meet_more_than_once(name: str, causal: bool) -> None:
+def test_parts_of_a_head_meet_more_than_once(name: str, causal: bool) -> None:
     """Longer than the tokens between two meetings, and than those between two borders, by an odd number."""
     with threads(3):
-        assert_engines_agree(SLICED[name](), 9001, causal=causal)
+        assert_engines_agree(CUT[name](), 9001, causal=causal)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
@@ -149,9 +151,50 @@ def test_rows_that_need_smaller_blocks(near: int, count: int, causal: bool) -> N
         assert_close(g, w, max(1e-5, 2 * relative_error(p, w)), name)  # twice what torch loses in float32
 
 
-def test_results_do_not_depend_on_what_other_threads_do() -> None:
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_stretches_of_tokens_with_all_there_is(count: int, causal: bool) -> None:
+    """Masked keys, and gradients of a projection that all stretches add to."""
+    generator = torch.Generator().manual_seed(0)
+    double = [torch.randn(1, 2, 1500, 12, generator=generator, dtype=torch.float64) for _ in range(3)]
+    double.append(torch.randn(1, 24, 12, generator=generator, dtype=torch.float64))
+    mask = torch.rand(1, 1500, generator=generator) > 0.3
+    mask[:, 700:900] = False
+
+    def run(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [t.to(dtype).requires_grad_() for t in double]
+        out = linear_attention(*leaves[:3], causal=causal, key_mask=mask, feature_map="softplus", projection=leaves[3])
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    with threads(count):
+        got, want = run(torch.float32), run(torch.float64)
+    for name, g, w in zip(("output", "dq", "dk", "dv", "dW"), got, want, strict=True):
+        assert_close(g, w, 1e-5, name)
+
+
+@pytest.mark.parametrize("length", [1, 63, 65, 1000])
+def test_stretches_of_tokens_begin_where_a_state_ends(length: int) -> None:
+    """The state goes in and comes out, and gradients flow through both."""
+    attention = LinearAttention(12)
+    double = make_inputs(attention, 70 + length, batch=1)
+
+    def run(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = double.to(dtype).leaves()
+        first, state = attention.extend(*leaves.tokens(0, 70))
+        second, state = attention.extend(*leaves.tokens(70, 70 + length), state)
+        loss = first.square().sum() + second.square().sum() + state.far_sum.square().sum()
+        return first, second, state.far_sum, *torch.autograd.grad(loss, leaves)
+
+    with threads(3):
+        got, want = run(torch.float32), run(torch.float64)
+    for name, g, w in zip(("first", "second", "state", "dq", "dk", "dv"), got, want, strict=True):
+        assert_close(g, w, 1e-5, name)
+
+
+@pytest.mark.parametrize("name", ["favor", "linear", "linear-projected"])
+def test_results_do_not_depend_on_what_other_threads_do(name: str) -> None:
     """The same bits, again and again, for one number of threads."""
-    attention = FavorAttention(20, 100, near=16, sinks=3)
+    attention = CUT[name]()
     with threads(3):
         inputs = make_inputs(attention, 500).to(torch.float32).leaves()
         outs = [attention(*inputs, causal=True) for _ in range(5)]

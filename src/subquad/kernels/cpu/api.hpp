@@ -19,7 +19,8 @@ struct Problem {
   int32_t batch, key_heads, groups, map_heads;  // groups: query heads per key head
   int32_t head_dim, value_dim, num_features, sinks;
   int32_t causal, gaussian, near_blocks, mask_batch;  // mask_batch: rows of alive, fold and sink_seen, 1 or B
-  int32_t block, blocks_per_segment, slices, threads;
+  int32_t block, blocks_per_segment, threads;
+  int32_t slices, stretches;  // of a head's features (EXP), of its tokens (others), where heads are fewer than threads
   int64_t tile;  // queries done at once, at most 64
   int64_t length, key_length;
   float root;

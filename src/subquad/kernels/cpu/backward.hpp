@@ -22,11 +22,11 @@ class BackwardTask {
  public:
   // grad: gradient of the far field (its maxima are not used), from block to block.
   BackwardTask(const View& view, const Backward& saved, Field grad, GradientWindow window)
-      : v(view), saved_(saved), grad_(grad), window_(window), r_(Rows::allocate(view, true)), near_(view, &window_) {
+      : v(with_maps(view)), saved_(saved), grad_(grad), window_(window), r_(Rows::allocate(view, true)), near_(view, &window_) {
     scout_ = Keys::allocate(v, v.p.near_blocks ? v.p.block : TILE, false, false);
     work_ = Field::over(v, pool().take(Field::size(v)));
     allocate_tiles();
-    pack_maps();
+    allocate_map_gradients();
   }
 
   // A segment in the order of the forward: blocks pass.block(from) to pass.block(to - 1), from the state kept there.
@@ -63,6 +63,17 @@ class BackwardTask {
     fold_backward(block, folds_[0]);
   }
 
+  // Only what the queries of a block say to the keys before it (features without maxima).
+  void sum_queries(long b) {
+    const long begin = b * v.p.block, count = std::min<long>(v.p.block, v.p.length - begin);
+    for (int group = 0; group < v.p.groups; ++group) {
+      open_rows(group, begin, int(count), grad_);  // sums over the field are not used
+      load_gradient();
+      normalise_weights();
+      add_to_field();
+    }
+  }
+
   // Hands everything over that was summed up on the way.
   void finish() {
     near_.give_back_all();
@@ -86,6 +97,7 @@ class BackwardTask {
 
   void allocate_tiles() {
     const long n = padded(TILE);
+    grad_stage_ = Stage::allocate(v.V), out_stage_ = Stage::allocate(v.V);
     grad_lanes_ = pool().take(n * v.V);
     grad_columns_ = pool().take(n * v.height);
     minus_dot_ = pool().take(n);
@@ -101,15 +113,7 @@ class BackwardTask {
     read_ = Field::over(v, pool().take(Field::size(v)));
   }
 
-  // The maps once more, as right sides of a product, and accumulators for their gradients.
-  void pack_maps() {
-    const auto columns_of = [&](const float* weight) {
-      float* columns = pool().take(padded(v.D) * v.M);
-      for (int m = 0; m < v.M; ++m) put_column(weight + long(m) * v.D, v.D, m, v.M, columns);
-      return columns;
-    };
-    query_columns_ = v.query ? columns_of(v.query) : nullptr;
-    key_columns_ = v.key == v.query ? query_columns_ : v.key ? columns_of(v.key) : nullptr;
+  void allocate_map_gradients() {
     const auto wanted = [&](const float* into, long count) { return into ? pool().zeros(count) : nullptr; };
     map_ = {wanted(saved_.query, padded(v.D) * v.M), wanted(saved_.key, padded(v.D) * v.M),
             wanted(saved_.key_bias, v.M), wanted(saved_.offset_weight, v.D), wanted(saved_.offset_bias, 1)};
@@ -159,7 +163,7 @@ class BackwardTask {
   SUBQUAD_STAGE void finish_fold(Keys& block, const Fold& fold) {
     for (long i = 0; i < long(fold.panel_count) * v.M * PANEL; i += LANES)
       store(key_dlogs_ + i, load(key_dlogs_ + i) * load(fold.slopes + i));
-    keys_backward(v, block, fold, key_columns_, key_dlogs_, scratch_, map_);
+    keys_backward(v, block, fold, key_dlogs_, scratch_, map_);
   }
   void fold_backward(Keys& block, const Fold& fold) {
     fold_gradient(block, fold);
@@ -274,17 +278,16 @@ class BackwardTask {
   }
 
   SUBQUAD_STAGE void load_gradient() {
-    row_.resize(2 * v.V);
-    float *g = row_.data(), *out = g + v.V;
-    for (int i = 0; i < r_.height(); ++i) {
-      std::fill(row_.begin(), row_.end(), 0.0f);
-      if (i < r_.count) {
-        read_token(saved_.grad_out, v.p.dtype, v.b, r_.head, r_.token + i, v.V, 1, g);
-        read_token(saved_.out, v.p.dtype, v.b, r_.head, r_.token + i, v.V, 1, out);
-      }
-      minus_dot_[i] = -dot(g, out, v.V);
-      put_lane(g, v.V, i, grad_lanes_);
-      put_column(g, v.V, i, r_.height(), grad_columns_);
+    for (int i = 0; i < r_.height(); i += LANES) {
+      const auto there = [&](int j) { return i + j < r_.count; };
+      grad_stage_.read(saved_.grad_out, v.p.dtype, v.b, r_.head, r_.token + i, 1, there);
+      out_stage_.read(saved_.out, v.p.dtype, v.b, r_.head, r_.token + i, 1, there);
+      Vec sums[LANES] = {};
+      for (int j = 0; j < LANES; ++j)
+        for (int d = 0; d < v.V; d += LANES) sums[j] -= load(grad_stage_.row(j) + d) * load(out_stage_.row(j) + d);
+      store(minus_dot_ + i, sums_across(sums));
+      grad_stage_.to_lanes(i, grad_lanes_);
+      grad_stage_.to_columns(i, r_.height(), grad_columns_);
     }
   }
 
@@ -306,28 +309,36 @@ class BackwardTask {
     load_gradient();
     const float* gain = normalise_weights();
     const int tall = int(r_.height());
-    const Right g_lanes{grad_lanes_, long(v.V) * PANEL}, g_columns{grad_columns_, r_.height() * PANEL};
+    const Right g_lanes{grad_lanes_, long(v.V) * PANEL};
     multiply(v.M, tall, v.V, panels(state.sum, v.M), g_lanes, in_panels(dlogs_, v.M));
     each_vector(v.M, r_.panel_count, dlogs_, [&](float* x, int m, int t) {
       store(x, load(x) + splat(state.total[m]) * load(minus_dot_ + t));
     });
-    add_product(v.M, v.V, tall, panels(r_.weights, v.M), g_columns, in_panels(grad_.sum, v.M));
-    for (int m = 0; m < v.M; ++m) {
-      Vec sum{};
-      for (int t = 0; t < tall; t += LANES)
-        sum += load(r_.weights + (long(t / PANEL) * v.M + m) * PANEL + t % PANEL) * load(minus_dot_ + t);
-      grad_.total[m] += hsum(sum);
-    }
+    add_to_field();
     if (own) own_backward(*own, *fold);
     for (long i = 0; i < long(tall) * v.M; i += LANES) store(dlogs_ + i, load(dlogs_ + i) * load(gain + i));
     std::fill(dx_, dx_ + tall * padded(v.D), 0.0f);
-    queries_backward(v, r_, query_columns_, dlogs_, scratch_, map_, dx_);
+    queries_backward(v, r_, dlogs_, scratch_, map_, dx_);
     if (!near_.exact.empty()) {
       std::fill(r_.sum, r_.sum + tall, 0.0f);
       exact_rows(offset);
     }
     float* to = window_.q + group * window_.tokens * v.D;
     add_rows(dx_, padded(v.D), r_.count, v.D, v.p.root, r_.token, v.p.length, to, window_.first);
+  }
+
+  // What the rows say to the field.
+  SUBQUAD_STAGE void add_to_field() {
+    const Right g_columns{grad_columns_, r_.height() * PANEL};
+    add_product(v.M, v.V, int(r_.height()), panels(r_.weights, v.M), g_columns, in_panels(grad_.sum, v.M));
+    for (int m = 0; m < v.M; m += LANES) {
+      const int some = std::min(LANES, v.M - m);
+      Vec sums[LANES] = {};
+      for (int i = 0; i < some; ++i)
+        for (int t = 0; t < r_.height(); t += LANES)
+          sums[i] += load(r_.weights + (long(t / PANEL) * v.M + m + i) * PANEL + t % PANEL) * load(minus_dot_ + t);
+      store_some(grad_.total + m, load_some(grad_.total + m, some) + sums_across(sums), some);
+    }
   }
 
   void exact_rows(int offset) {
@@ -339,10 +350,21 @@ class BackwardTask {
     near_.exact.backward(v, r_, offset, grad_lanes_, grad_columns_, minus_dot_, dx_);
   }
 
+  // The gradient of the scores of rows in panel j, as [rows][keys].
+  void transpose_scores(const float* dscores, int seen, int j) {
+    for (int s = 0; s < padded(seen); s += LANES)
+      for (int i = 0; i < PANEL; i += LANES) {
+        Vec square[LANES] = {};
+        for (int e = 0; e < LANES && s + e < seen; ++e) square[e] = load(dscores + (s + e) * PANEL + i);
+        transpose(square);
+        float* to = dscores_transposed_ + (s / PANEL * padded(TILE) + j * PANEL + i) * PANEL + s % PANEL;
+        for (int e = 0; e < LANES; ++e) store(to + e * PANEL, square[e]);
+      }
+  }
+
   // What rows and keys of the same block give each other through their features.
   SUBQUAD_STAGE void own_backward(Keys& own, const Fold& fold) {
     const long n = padded(TILE);
-    std::fill(dscores_transposed_, dscores_transposed_ + n * n, 0.0f);
     for (int j = 0; j < r_.panel_count; ++j) {
       const int seen = std::min(own.count, (j + 1) * PANEL);
       float *scores = scores_ + j * n * PANEL, *dscores = dscores_ + j * n * PANEL;
@@ -350,15 +372,12 @@ class BackwardTask {
       multiply_panel<false>(seen, v.M, transposed(fold.weights, v.M), weights, scores, PANEL);
       multiply_panel<false>(seen, v.V, panels(own.value_columns, own.height), grad_lanes_ + long(j) * v.V * PANEL, dscores,
                             PANEL);
-      for (int s = 0; s < seen; ++s)
-        for (int i = 0; i < PANEL; ++i) {
-          const bool visible = s <= j * PANEL + i;
-          float &score = scores[s * PANEL + i], &grad = dscores[s * PANEL + i];
-          score = visible ? score : 0;
-          grad = visible ? grad + minus_dot_[j * PANEL + i] : 0;
-          dscores_transposed_[(s / PANEL * n + j * PANEL + i) * PANEL + s % PANEL] = grad;
-        }
-      std::fill(scores + seen * PANEL, scores + n * PANEL, 0.0f);
+      for (int s = 0; s < seen; ++s) {
+        float *score = scores + s * PANEL, *grad = dscores + s * PANEL;
+        for (int i = 0; i < PANEL; i += LANES) store(grad + i, load(grad + i) + load(minus_dot_ + j * PANEL + i));
+        for (int i = 0; i < s - j * PANEL; ++i) score[i] = grad[i] = 0;  // rows before the key
+      }
+      transpose_scores(dscores, seen, j);
       multiply_panel<true>(v.M, seen, panels(fold.weights, v.M), dscores, dlogs_ + long(j) * v.M * PANEL, PANEL);
     }
     for (int s = 0; s < own.count; s += PANEL) {  // rows before a key's panel do not see it
@@ -380,11 +399,10 @@ class BackwardTask {
   std::vector<Field> states_;
   std::vector<Fold> folds_;
   MapGradients map_{};
-  const float *query_columns_ = nullptr, *key_columns_ = nullptr;
   float *grad_lanes_, *grad_columns_, *minus_dot_, *dlogs_, *key_dlogs_, *scratch_, *slopes_, *dx_;
   float *scores_ = nullptr, *dscores_ = nullptr, *dscores_transposed_ = nullptr;
   float largest_[TILE];
-  std::vector<float> row_;
+  Stage grad_stage_, out_stage_;
 };
 
 }  // namespace subquad

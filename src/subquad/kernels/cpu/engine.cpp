@@ -1,8 +1,29 @@
 // The whole engine for one kind of machine: compiled once for each, into a library of its own, so that not even the
 // standard library's templates are shared between code for different machines.
-#include "run_backward.hpp"
-#include "run_forward.hpp"
 #include "step.hpp"
+#include "stretches.hpp"
+
+namespace subquad {
+
+// Heads in parallel; where they are too few, slices of their features or stretches of their tokens.
+static void forward(const Problem& p, const Forward& f) {
+  const Passes passes = passes_of(p);
+  if (p.slices > 1) return forward_in_slices(p, passes, f);
+  if (p.stretches > 1) return forward_in_stretches(p, passes, f);
+#pragma omp parallel for schedule(dynamic) num_threads(p.threads)
+  for (long task = 0; task < task_count(p); ++task) forward_alone(View(p, task), passes, f);
+}
+
+static void backward(const Problem& p, const Backward& saved) {
+  const Passes passes = passes_of(p);
+  clear_gradients(p, saved);
+  if (p.slices > 1) return backward_in_slices(p, passes, saved);
+  if (p.stretches > 1) return backward_in_stretches(p, passes, saved);
+#pragma omp parallel for schedule(dynamic) num_threads(p.threads)
+  for (long task = 0; task < task_count(p); ++task) backward_alone(View(p, task), passes, saved);
+}
+
+}  // namespace subquad
 
 #define SUBQUAD_EXPORT extern "C" __attribute__((visibility("default")))
 

@@ -66,7 +66,7 @@ class Exact {
   // r.out [tokens][V] += weights^T values
   SUBQUAD_STAGE void add_values(const View& v, Rows& r, int offset) const {
     each_panel_and_piece(v, r, offset, [&](int j, const Piece& piece, int seen) {
-      const Left A = transposed(panel(logits_, j) + piece.begin * PANEL, 0);
+      const Transposed A = transposed(panel(logits_, j) + piece.begin * PANEL, 0);
       const Right values{piece.keys->value_columns, piece.keys->height * PANEL};
       add_product(PANEL, v.V, seen, A, values, in_rows(r.out + j * PANEL * v.height, v.height));
     });

@@ -5,7 +5,7 @@ from torch import Tensor
 from subquad.features import FeatureMap
 from subquad.kernels.cpu import problem
 from subquad.kernels.cpu.library import Problem
-from subquad.kernels.cpu.problem import KINDS, RULES, float32, make_problem, mask, rows, slice_count
+from subquad.kernels.cpu.problem import KINDS, RULES, float32, make_problem, mask, parts_per_head, rows
 from subquad.kernels.cpu.run import run_backward, run_forward
 from subquad.kernels.favor.problem import EngineOptions, FavorInputs, Gradients
 from subquad.kernels.logs import MapGradients
@@ -55,7 +55,7 @@ def _problem(inputs: FavorInputs, options: EngineOptions, keep: list[Tensor]) ->
         block=block,
         blocks_per_segment=problem.blocks_per_segment(block, feature_map.num_features),
         tile=min(options.chunk or problem.TILE, problem.TILE),
-        slices=slice_count(q.shape[0] * k.shape[1], divisible),
+        slices=max(1, min(parts_per_head(q.shape[0] * k.shape[1]), divisible)),
         root=options.scale**0.5,
     )
 

@@ -16,11 +16,11 @@ inline void each_vector(int features, int panel_count, float* lanes, Work work) 
     }
 }
 
-// `W x` for tokens in lanes [D][tokens]; without W the numbers themselves. Some features or all.
+// `W x` for tokens in lanes [D][tokens], W [M][D] in panels; without W the numbers themselves. Some features or all.
 SUBQUAD_STAGE inline void project(const View& v, const float* weight, const float* lanes, int panel_count, float* out,
                                   int begin, int count) {
   if (weight) {
-    multiply(count, panel_count * PANEL, v.D, rows(weight + long(begin) * v.D, v.D), {lanes, long(v.D) * PANEL},
+    multiply(count, panel_count * PANEL, v.D, panels(weight + begin * PANEL, v.M), {lanes, long(v.D) * PANEL},
              in_panels(out + begin * PANEL, v.M));
     return;
   }
@@ -113,48 +113,53 @@ struct Fold {
   }
 };
 
-// Log-features m of a tile, relative to `max[m]`, which they raise first (unless `fixed`). Returns whether they did.
-inline bool fold_feature(const View& v, int m, const float* scalar, float* max, bool fixed, Fold& fold) {
-  float* row = fold.weights + m * PANEL;
-  const long step = long(v.M) * PANEL;
-  Vec top = splat(DEAD), sum{};
-  for (int j = 0; j < fold.panel_count; ++j)
-    for (int i = 0; i < PANEL; i += LANES)
-      top = vmax(load(row + j * step + i) + load(scalar + j * PANEL + i), top);
-  const float before = max[m], grown = fixed ? before : std::max(before, hmax(top) + v.bias[m]);
-  const Vec shift = splat(v.bias[m] - grown);
-  for (int j = 0; j < fold.panel_count; ++j)
-    for (int i = 0; i < PANEL; i += LANES) {
-      const Vec weight = vexp(load(row + j * step + i) + load(scalar + j * PANEL + i) + shift);
-      store(row + j * step + i, weight);
-      sum += weight;
+// Log-features m to m + count of a tile, relative to their maxima, which they raise first (unless `fixed`). At most LANES
+// of them, so that what is found over all tokens is one vector. Returns whether a maximum moved.
+inline bool fold_features(const View& v, int m, int count, const float* scalar, float* max, bool fixed, Fold& fold) {
+  Vec tops[LANES], sums[LANES] = {};
+  for (Vec& top : tops) top = splat(DEAD);
+  for (int j = 0; j < fold.panel_count && !fixed; ++j) {
+    const float* x = fold.weights + (long(j) * v.M + m) * PANEL;
+    const Vec low = load(scalar + j * PANEL), high = load(scalar + j * PANEL + LANES);
+    for (int i = 0; i < count; ++i, x += PANEL) tops[i] = vmax(load(x) + low, vmax(load(x + LANES) + high, tops[i]));
+  }
+  const Vec bias = load_some(v.bias + m, count), before = load_some(max + m, count);
+  const Vec grown = fixed ? before : vmax(maxima_across(tops) + bias, before), shift = bias - grown;
+  for (int j = 0; j < fold.panel_count; ++j) {
+    float* x = fold.weights + (long(j) * v.M + m) * PANEL;
+    const Vec low = load(scalar + j * PANEL), high = load(scalar + j * PANEL + LANES);
+    for (int i = 0; i < count; ++i, x += PANEL) {
+      const Vec own = splat(shift[i]), a = vexp(load(x) + low + own), b = vexp(load(x + LANES) + high + own);
+      store(x, a), store(x + LANES, b);
+      sums[i] += a + b;
     }
-  max[m] = grown;
-  fold.decay[m] = before - grown;
-  fold.total[m] = hsum(sum);
-  return grown != before;
+  }
+  store_some(max + m, grown, count);
+  store_some(fold.decay + m, vexp(before - grown), count);
+  store_some(fold.total + m, sums_across(sums), count);
+  return hmax(grown - before) > 0;
 }
 
 SUBQUAD_STAGE inline void fold_exponential(const View& v, const float* scalar, float* max, bool fixed, int begin,
                                            int count, Fold& fold) {
-  bool decays = false;
-  for (int m = begin; m < begin + count; ++m) decays |= fold_feature(v, m, scalar, max, fixed, fold);
-  fold.decays |= decays;
-  for (int m = begin; m < begin + count; ++m) fold.decay[m] = decays ? std::exp(fold.decay[m]) : 1;
+  for (int m = begin; m < begin + count; m += LANES)
+    fold.decays |= fold_features(v, m, std::min(LANES, begin + count - m), scalar, max, fixed, fold);
 }
 
 SUBQUAD_STAGE inline void fold_elementwise(const View& v, const float* alive, int begin, int count, Fold& fold) {
-  for (int m = begin; m < begin + count; ++m) {
-    Vec sum{};
-    for (int t = 0; t < fold.panel_count * PANEL; t += LANES) {
-      const long at = (long(t / PANEL) * v.M + m) * PANEL + t % PANEL;
-      const Vec argument = load(fold.weights + at), weight = elementwise(v.p.kind, argument) * load(alive + t);
-      if (fold.slopes) store(fold.slopes + at, slope(v.p.kind, argument) * load(alive + t));
-      store(fold.weights + at, weight);
-      sum += weight;
-    }
-    fold.total[m] = hsum(sum);
-    fold.decay[m] = 1;
+  for (int m = begin; m < begin + count; m += LANES) {
+    const int some = std::min(LANES, begin + count - m);
+    Vec sums[LANES] = {};
+    for (int t = 0; t < fold.panel_count * PANEL; t += LANES)
+      for (int i = 0; i < some; ++i) {
+        const long at = (long(t / PANEL) * v.M + m + i) * PANEL + t % PANEL;
+        const Vec argument = load(fold.weights + at), weight = elementwise(v.p.kind, argument) * load(alive + t);
+        if (fold.slopes) store(fold.slopes + at, slope(v.p.kind, argument) * load(alive + t));
+        store(fold.weights + at, weight);
+        sums[i] += weight;
+      }
+    store_some(fold.total + m, sums_across(sums), some);
+    store_some(fold.decay + m, splat(1), some);
   }
 }
 
@@ -165,6 +170,12 @@ SUBQUAD_STAGE inline void add_fold(const View& v, const Keys& keys, const Fold& 
   add_product(count, v.V, fold.panel_count * PANEL, panels(fold.weights + begin * PANEL, v.M), values,
               in_panels(field.sum + begin * PANEL, v.M));
   for (int m = begin; m < begin + count; ++m) field.total[m] += fold.total[m];
+}
+// The tile alone as a field.
+SUBQUAD_STAGE inline void set_fold(const View& v, const Keys& keys, const Fold& fold, Field& field) {
+  multiply(v.M, v.V, fold.panel_count * PANEL, panels(fold.weights, v.M), {keys.value_columns, keys.height * PANEL},
+           in_panels(field.sum, v.M));
+  std::copy(fold.total, fold.total + v.M, field.total);
 }
 
 // Weights of the keys from `begin` on, relative to `max`, which they raise first (unless `fixed`). They enter `field`,
@@ -178,7 +189,7 @@ inline void make_fold(const View& v, const Keys& keys, int begin, int tokens, fl
     scalar[t] = counts ? (v.key_norms ? -v.key_norms * keys.half_square[begin + t] : 0) : DEAD;
   }
   each_chunk(v, [&](int first, int count) {
-    project(v, v.key, keys.lanes + long(begin) * v.D, fold.panel_count, fold.weights, first, count);
+    project(v, v.key_panels, keys.lanes + long(begin) * v.D, fold.panel_count, fold.weights, first, count);
     normalise_groups(v, fold.panel_count, fold.weights);
     if (v.logarithmic())
       fold_exponential(v, scalar, max, fixed, first, count, fold);
@@ -208,6 +219,7 @@ struct Rows {
   static Rows allocate(const View& v, bool backward) {
     const long n = padded(TILE);
     Rows r;
+    r.stage = Stage::allocate(v.D);
     r.lanes = pool().take(n * v.D);
     r.columns = backward ? pool().take(n * padded(v.D)) : nullptr;
     r.weights = pool().take(n * v.M);
@@ -219,26 +231,24 @@ struct Rows {
 
   SUBQUAD_STAGE void load(const View& v, int group, long first, int tokens) {
     token = first, head = v.query_head(group), count = tokens, panel_count = int(padded(tokens) / PANEL);
-    row.resize(v.D);
-    for (int i = 0; i < height(); ++i) {
-      if (i < count)
-        read_token(v.p.q, v.p.dtype, v.b, head, first + i, v.D, v.p.root, row.data());
-      else
-        std::fill(row.begin(), row.end(), 0.0f);
-      put_lane(row.data(), v.D, i, lanes);
-      if (columns) put_column(row.data(), v.D, i, height(), columns);
-      scalar[i] = v.query_norms ? -v.query_norms * dot(row.data(), row.data(), v.D) / 2 : 0;
-      if (v.offset_weight) scalar[i] += dot(row.data(), v.offset_weight, v.D) + v.offset_bias;
+    for (int i = 0; i < height(); i += LANES) {
+      stage.read(v.p.q, v.p.dtype, v.b, head, first + i, v.p.root, [&](int j) { return i + j < count; });
+      stage.to_lanes(i, lanes);
+      if (columns) stage.to_columns(i, height(), columns);
+      Vec factor{};
+      if (v.query_norms) factor = squares(lanes, v.D, i) * splat(-v.query_norms / 2);
+      if (v.offset_weight) factor += products(lanes, v.offset_weight, v.D, i) + splat(v.offset_bias);
+      store(scalar + i, factor);
     }
   }
 
  private:
-  std::vector<float> row;
+  Stage stage;
 };
 
 // Log-features plus the field's maxima, and their largest in `far`.
 SUBQUAD_STAGE inline void query_logs(const View& v, const float* max, Rows& r) {
-  project(v, v.query, r.lanes, r.panel_count, r.weights);
+  project(v, v.query_panels, r.lanes, r.panel_count, r.weights);
   normalise_groups(v, r.panel_count, r.weights);
   for (int j = 0; j < r.panel_count; ++j) {
     Vec low = splat(-INFINITE), high = low;
@@ -267,23 +277,18 @@ SUBQUAD_STAGE inline void query_weights(const View& v, const float* total, Rows&
   }
 }
 
-// The largest feature of LANES rows, over all slices: with several of them, features are the numbers themselves.
+// The largest feature of LANES rows.
 inline Vec query_size(const View& v, const Rows& r, int t) {
+  const float* phi = r.weights + long(t / PANEL) * v.M * PANEL + t % PANEL;
   Vec size{};
-  if (v.p.slices == 1) {
-    const float* phi = r.weights + long(t / PANEL) * v.M * PANEL + t % PANEL;
-    for (int m = 0; m < v.M; ++m) size = vmax(size, vabs(load(phi + m * PANEL)));
-  } else {
-    const float* x = r.lanes + long(t / PANEL) * v.D * PANEL + t % PANEL;
-    for (int d = 0; d < v.D; ++d) size = vmax(size, vabs(elementwise(v.p.kind, load(x + d * PANEL))));
-  }
+  for (int m = 0; m < v.M; ++m) size = vmax(size, vabs(load(phi + m * PANEL)));
   return size > Vec{} ? size : splat(1);
 }
 
 // phi / size: a row's own factor cancels, and without it tiny features of queries and keys do not underflow together.
 // The size is left in `far`; `slopes`, where wanted, become dphi / size.
 SUBQUAD_STAGE inline void query_elementwise(const View& v, const float* total, Rows& r, float* slopes) {
-  project(v, v.query, r.lanes, r.panel_count, r.weights);
+  project(v, v.query_panels, r.lanes, r.panel_count, r.weights);
   each_vector(v.M, r.panel_count, r.weights, [&](float* x, int, int) {
     const Vec argument = load(x);
     if (slopes) store(slopes + (x - r.weights), slope(v.p.kind, argument));
@@ -315,16 +320,24 @@ SUBQUAD_STAGE inline void sum_features(const View& v, int panel_count, const flo
   }
 }
 
-// dx [tokens][D] in padded rows += W^T grad, for grad [M][tokens] in lanes. `weight_columns`: W [M][D] in panels.
-SUBQUAD_STAGE inline void unproject(const View& v, const float* weight_columns, int tokens, const float* grad, float* dx) {
+// dx [tokens][D] in padded rows += W^T grad, for grad [M][tokens] in lanes and W [M][D] in panels.
+SUBQUAD_STAGE inline void unproject(const View& v, const float* weight, int tokens, const float* grad, float* dx) {
   const long stride = padded(v.D);
-  if (weight_columns) {
-    add_product(tokens, v.D, v.M, transposed(grad, v.M), {weight_columns, long(v.M) * PANEL}, in_rows(dx, stride));
+  if (weight) {
+    add_product(tokens, v.D, v.M, transposed(grad, v.M), {weight, long(v.M) * PANEL}, in_rows(dx, stride));
     return;
   }
-  for (int t = 0; t < tokens; ++t)
-    for (int m = 0; m < v.M; ++m)
-      dx[t * stride + v.first + m] += grad[(long(t / PANEL) * v.M + m) * PANEL + t % PANEL];
+  for (int t = 0; t < tokens; t += LANES)
+    for (int m = 0; m < v.M; m += LANES) {
+      const int some = std::min(LANES, v.M - m);
+      Vec square[LANES] = {};
+      for (int i = 0; i < some; ++i) square[i] = load(grad + (long(t / PANEL) * v.M + m + i) * PANEL + t % PANEL);
+      transpose(square);
+      for (int i = 0; i < std::min(LANES, tokens - t); ++i) {
+        float* to = dx + (t + i) * stride + v.first + m;
+        store_some(to, load_some(to, some) + square[i], some);
+      }
+    }
 }
 
 // dx[t] += factor[t] * x[t] for x in columns
@@ -345,12 +358,12 @@ struct MapGradients {
 };
 
 // From the gradient of the logs (consumed) that of the tile's queries, dx [tokens][D] in padded rows.
-inline void queries_backward(const View& v, const Rows& r, const float* weight_columns, float* grad, float* scratch,
-                             const MapGradients& into, float* dx) {
+inline void queries_backward(const View& v, const Rows& r, float* grad, float* scratch, const MapGradients& into,
+                             float* dx) {
   float row[TILE];
   sum_features(v, r.panel_count, grad, row);
-  normalise_groups_backward(v, v.query, r.lanes, r.panel_count, grad, scratch);
-  unproject(v, weight_columns, r.count, grad, dx);
+  normalise_groups_backward(v, v.query_panels, r.lanes, r.panel_count, grad, scratch);
+  unproject(v, v.query_panels, r.count, grad, dx);
   if (v.query_norms) add_multiples(v, r.count, r.columns, r.height(), row, -v.query_norms, dx);
   if (into.query)
     add_product(v.M, v.D, int(r.height()), panels(grad, v.M), {r.columns, r.height() * PANEL},
@@ -367,8 +380,8 @@ inline void queries_backward(const View& v, const Rows& r, const float* weight_c
 }
 
 // The same for the keys of a fold, added to their block.
-inline void keys_backward(const View& v, Keys& keys, const Fold& fold, const float* weight_columns, float* grad,
-                          float* scratch, const MapGradients& into) {
+inline void keys_backward(const View& v, Keys& keys, const Fold& fold, float* grad, float* scratch,
+                          const MapGradients& into) {
   const int tokens = fold.panel_count * PANEL;
   const float* columns = keys.columns + long(fold.begin) * PANEL;
   float* dy = keys.grad + fold.begin * padded(v.D);
@@ -376,8 +389,8 @@ inline void keys_backward(const View& v, Keys& keys, const Fold& fold, const flo
   sum_features(v, fold.panel_count, grad, row);
   if (into.key_bias)
     each_vector(v.M, fold.panel_count, grad, [&](float* x, int m, int) { into.key_bias[m] += hsum(load(x)); });
-  normalise_groups_backward(v, v.key, keys.lanes + long(fold.begin) * v.D, fold.panel_count, grad, scratch);
-  unproject(v, weight_columns, tokens, grad, dy);
+  normalise_groups_backward(v, v.key_panels, keys.lanes + long(fold.begin) * v.D, fold.panel_count, grad, scratch);
+  unproject(v, v.key_panels, tokens, grad, dy);
   if (v.key_norms) add_multiples(v, tokens, columns, keys.height, row, -v.key_norms, dy);
   if (into.key)
     add_product(v.M, v.D, tokens, panels(grad, v.M), {columns, keys.height * PANEL}, in_panels(into.key, v.M));

@@ -34,7 +34,7 @@ inline void merge_row(const View& v, const float* part, const float* part_norm, 
 class ForwardTask {
  public:
   ForwardTask(const View& view, Field field, Output output)
-      : v(view), field_(field), to_(output), r_(Rows::allocate(view, false)), near_(view, nullptr) {
+      : v(with_maps(view)), field_(field), to_(output), r_(Rows::allocate(view, false)), near_(view, nullptr) {
     fold_ = Fold::allocate(v, TILE, false);
     if (v.p.near_blocks || !v.p.causal) return;
     scores_ = pool().take(TILE * TILE);
@@ -68,6 +68,19 @@ class ForwardTask {
     near_.attend_to_sinks(b);
     const long begin = b * v.p.block;
     own_tokens(begin, int(std::min<long>(v.p.block, v.p.length - begin)));
+  }
+  // The same in two steps, for features without maxima: the sum over a block's keys, then its queries with the sum over
+  // all keys before it.
+  void prepare(long b, Keys& keys, Fold& fold, Field sum) const {
+    const long begin = b * v.p.block;
+    keys.load(v, begin, int(std::min<long>(v.p.block, v.p.length - begin)));
+    std::fill(sum.max, sum.max + v.M, 0.0f);
+    make_fold(v, keys, 0, keys.count, sum.max, true, fold);
+    set_fold(v, keys, fold, sum);
+  }
+  void read_prepared(const Keys& keys, const Fold& fold, Field before) {
+    field_ = before, fold_ = fold;
+    for (int group = 0; group < v.p.groups; ++group) read_rows(group, keys.token, keys.count, 0, &keys);
   }
 
  private:
@@ -187,12 +200,11 @@ class ForwardTask {
     if (to_.last && norm[0] == -INFINITE) norm[0] = norm[1] = INFINITE;
   }
 
-  // Numerators, until the last slice is in.
   void write_linear(int group, int i) {
-    float *out = to_.out_row(v, group, r_.token + i), *norm = to_.norm_row(group, r_.token + i);
-    const float sum = r_.sum[i], divisor = to_.last && sum != 0 ? sum : 1;
+    float* out = to_.out_row(v, group, r_.token + i);
+    const float sum = r_.sum[i], divisor = sum != 0 ? sum : 1;
     for (int j = 0; j < v.V; ++j) out[j] = r_.out[i * v.height + j] / divisor;
-    *norm = to_.last && sum == 0 ? INFINITE : sum;
+    *to_.norm_row(group, r_.token + i) = sum != 0 ? sum : INFINITE;
   }
 
   View v;

@@ -16,6 +16,7 @@ struct Keys {
 
   static Keys allocate(const View& v, int capacity, bool exact, bool backward) {
     Keys keys;
+    keys.key_stage = Stage::allocate(v.D), keys.value_stage = Stage::allocate(v.V);
     const long n = padded(capacity), depth = padded(v.D);
     keys.lanes = pool().take(n * v.D);
     keys.columns = exact || backward ? pool().take(n * depth) : nullptr;
@@ -33,38 +34,31 @@ struct Keys {
   SUBQUAD_STAGE void load(const View& v, long begin, int tokens) {
     token = begin, count = tokens, height = padded(tokens);
     for (int i = 0; i < height; ++i) {
-      const bool lives = i < count && v.counts(v.p.alive, begin + i);
-      put(v, v.p.k, v.p.v, v.h, lives ? begin + i : -1, i);
+      alive[i] = i < count && v.counts(v.p.alive, begin + i);
       fold[i] = i < count && v.counts(v.fold_mask(), begin + i);
     }
+    fill(v, v.p.k, v.p.v);
   }
   void load_sinks(const View& v) {
     token = 0, count = v.p.sinks, height = padded(count);
-    for (int i = 0; i < height; ++i) {
-      put(v, v.p.sink_k, v.p.sink_v, v.h, i < count ? i : -1, i);
-      fold[i] = 0;
-    }
+    for (int i = 0; i < height; ++i) alive[i] = i < count, fold[i] = 0;
+    fill(v, v.p.sink_k, v.p.sink_v);
   }
 
  private:
-  void put(const View& v, const Array& k, const Array& values, long h, long t, int i) {
-    row.resize(std::max(v.D, v.V));
-    const auto fill = [&](const Array& a, int n, float factor) {
-      if (t >= 0)
-        read_token(a, v.p.dtype, v.b, h, t, n, factor, row.data());
-      else
-        std::fill(row.begin(), row.begin() + n, 0.0f);
-    };
-    fill(k, v.D, v.p.root);
-    put_lane(row.data(), v.D, i, lanes);
-    if (columns) put_column(row.data(), v.D, i, height, columns);
-    if (v.key_norms) half_square[i] = dot(row.data(), row.data(), v.D) / 2;
-    fill(values, v.V, 1);
-    if (value_lanes) put_lane(row.data(), v.V, i, value_lanes);
-    put_column(row.data(), v.V, i, height, value_columns);
-    alive[i] = t >= 0;
+  void fill(const View& v, const Array& k, const Array& values) {
+    for (int i = 0; i < height; i += LANES) {
+      const auto lives = [&](int j) { return alive[i + j] != 0; };
+      key_stage.read(k, v.p.dtype, v.b, v.h, token + i, v.p.root, lives);
+      key_stage.to_lanes(i, lanes);
+      if (columns) key_stage.to_columns(i, height, columns);
+      if (v.key_norms) store(half_square + i, squares(lanes, v.D, i) * splat(0.5f));
+      value_stage.read(values, v.p.dtype, v.b, v.h, token + i, 1, lives);
+      if (value_lanes) value_stage.to_lanes(i, value_lanes);
+      value_stage.to_columns(i, height, value_columns);
+    }
   }
-  std::vector<float> row;
+  Stage key_stage, value_stage;
 };
 
 }  // namespace subquad

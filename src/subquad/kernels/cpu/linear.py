@@ -7,7 +7,7 @@ from torch import Tensor
 
 from subquad.kernels.cpu import problem
 from subquad.kernels.cpu.library import Problem
-from subquad.kernels.cpu.problem import KINDS, SMALLEST_SLICE, float32, make_problem, mask, slice_count
+from subquad.kernels.cpu.problem import KINDS, float32, make_problem, mask, parts_per_head
 from subquad.kernels.cpu.run import run_backward, run_forward
 from subquad.kernels.linear import LinearGradients, LinearInputs, LinearOptions
 from subquad.kernels.problem import Saved
@@ -31,8 +31,6 @@ def _problem(inputs: LinearInputs, options: LinearOptions, keep: list[Tensor]) -
     weight, alive = float32(inputs.weight), mask(inputs.alive, 1)
     num_features = k.shape[-1] if weight is None else weight.shape[1]
     block = problem.block_size(0, options.chunk, q.shape[2])
-    # a row is divided by its largest feature, which a slice knows only where features are the numbers themselves
-    slices = slice_count(q.shape[0] * k.shape[1], num_features // SMALLEST_SLICE if weight is None else 1)
     return make_problem(
         *(q, k, v, keep),
         kind=KINDS.index(options.feature_map),
@@ -44,7 +42,7 @@ def _problem(inputs: LinearInputs, options: LinearOptions, keep: list[Tensor]) -
         block=block,
         blocks_per_segment=problem.blocks_per_segment(block, num_features),
         tile=block,
-        slices=slices,
+        stretches=parts_per_head(q.shape[0] * k.shape[1]),
         root=options.root,
     )
 

@@ -12,11 +12,11 @@ struct GradientWindow {
 };
 
 // Adds rows with padding to dense ones, dropping what lies outside [0, limit).
-inline void add_rows(const float* from, long stride, int count, int width, float factor, long token, long limit,
-                     float* to, long first) {
+inline void add_rows(const float* __restrict__ from, long stride, int count, int width, float factor, long token,
+                     long limit, float* __restrict__ to, long first) {
   for (int i = 0; i < count; ++i) {
     if (token + i < 0 || token + i >= limit) continue;
-    float* row = to + (token + i - first) * width;
+    float* __restrict__ row = to + (token + i - first) * width;
     for (int d = 0; d < width; ++d) row[d] += factor * from[i * stride + d];
   }
 }

@@ -35,11 +35,10 @@ def border_count(length: int, block: int, num_features: int) -> int:
     return -(-length // (block * blocks_per_segment(block, num_features)))
 
 
-def slice_count(heads: int, most: int) -> int:
-    """Slices of the features that heads are cut into, so that every thread has as much to do as the others."""
+def parts_per_head(heads: int) -> int:
+    """Parts that heads are cut into, so that every thread has as much to do as the others."""
     threads = torch.get_num_threads()
-    fair = 1 if heads >= 4 * threads else threads // math.gcd(heads, threads)
-    return max(1, min(fair, most))
+    return 1 if heads >= 4 * threads else threads // math.gcd(heads, threads)
 
 
 def make_problem(q: Tensor, k: Tensor, v: Tensor, keep: list[Tensor], **fields: Any) -> Problem:
@@ -58,6 +57,7 @@ def make_problem(q: Tensor, k: Tensor, v: Tensor, keep: list[Tensor], **fields: 
         "mask_batch": 1,
         "blocks_per_segment": 1,
         "slices": 1,
+        "stretches": 1,
         "tile": TILE,
         "threads": torch.get_num_threads(),
         "length": q.shape[2],

@@ -4,9 +4,8 @@
 
 namespace subquad {
 
-inline void visit_back(const View& v, const Pass& pass, long from, long to, Field grad, const GradientWindow& window,
-                       const Backward& saved) {
-  BackwardTask task(v, saved, grad, window);
+// Blocks [from, to) of a pass, in the order of the backward.
+inline void visit_back(BackwardTask& task, const View& v, const Pass& pass, long from, long to) {
   if (pass.kind == Pass::GATHER || pass.kind == Pass::SCATTER) {
     task.open_summary();
     for (long i = from; i < to; ++i) pass.kind == Pass::GATHER ? task.gather(i) : task.scatter(i);
@@ -14,11 +13,10 @@ inline void visit_back(const View& v, const Pass& pass, long from, long to, Fiel
     const long step = v.p.blocks_per_segment;
     for (long i = (to - 1) / step * step; i >= from; i -= step) task.segment(pass, i, std::min(i + step, to));
   }
-  task.finish();
 }
 
 // The gradient that the last state brings; a second sweep begins with none.
-inline void start_gradient(const View& v, const Pass& pass, const Backward& saved, Field& grad) {
+inline void start_gradient(const View& v, const Pass& pass, const Backward& saved, Field grad) {
   if (pass.kind == Pass::GATHER) return;
   if (v.p.causal && saved.far_sum)
     grad.read_border(v, saved.borders_max, saved.far_sum, 0);  // the maxima are not used
@@ -37,7 +35,9 @@ inline void backward_alone(const View& v, const Passes& passes, const Backward& 
   Field grad = Field::over(v, pool().take(Field::size(v)));
   for (int i = passes.count - 1; i >= 0; --i) {
     start_gradient(v, passes.pass[i], saved, grad);
-    visit_back(v, passes.pass[i], 0, passes.pass[i].blocks, grad, whole_window(v, saved), saved);
+    BackwardTask task(v, saved, grad, whole_window(v, saved));
+    visit_back(task, v, passes.pass[i], 0, passes.pass[i].blocks);
+    task.finish();
   }
   if (v.p.causal && saved.far_sum) grad.write_border(v, nullptr, saved.far_sum, 0);
 }
@@ -105,7 +105,9 @@ inline void backward_in_slices(const Problem& p, const Passes& passes, const Bac
         pool().reset();
         Field grad = Field::over(v, fields.get() + task * field_size);
         if (from == last) start_gradient(v, pass, saved, grad);
-        visit_back(v, pass, from, to, grad, windows.open(v, saved), saved);
+        BackwardTask part(v, saved, grad, windows.open(v, saved));
+        visit_back(part, v, pass, from, to);
+        part.finish();
         if (from == 0 && p.causal && saved.far_sum) grad.write_border(v, nullptr, saved.far_sum, 0);
       }
 #pragma omp parallel for schedule(dynamic) num_threads(p.threads)
@@ -126,14 +128,6 @@ inline void clear_gradients(const Problem& p, const Backward& saved) {
     touch_pages(all[part % 3] + begin, end - begin);
     std::fill(all[part % 3] + begin, all[part % 3] + end, 0.0f);
   }
-}
-
-inline void backward(const Problem& p, const Backward& saved) {
-  const Passes passes = passes_of(p);
-  clear_gradients(p, saved);
-  if (p.slices > 1) return backward_in_slices(p, passes, saved);
-#pragma omp parallel for schedule(dynamic) num_threads(p.threads)
-  for (long task = 0; task < task_count(p); ++task) backward_alone(View(p, task), passes, saved);
 }
 
 }  // namespace subquad

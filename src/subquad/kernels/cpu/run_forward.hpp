@@ -1,4 +1,4 @@
-// The forward of all tasks, and what slices of the features have to say to each other.
+// The forward of whole heads, and of slices of their features, which then have something to say to each other.
 #pragma once
 #include "forward.hpp"
 #include "passes.hpp"
@@ -65,16 +65,6 @@ inline Output part_output(const View& v, const Forward& f, const Parts& parts, b
   return {parts.out.get() + rows * v.V, parts.norm.get() + rows * norms, parts.first, parts.tokens, norms, false, false};
 }
 
-inline void finish_row(const View& v, float* out, float* norm) {
-  if (v.logarithmic()) {
-    if (norm[0] == -INFINITE) norm[0] = norm[1] = INFINITE;
-  } else if (*norm == 0) {
-    *norm = INFINITE;
-  } else {
-    for (int j = 0; j < v.V; ++j) out[j] /= *norm;
-  }
-}
-
 // All slices' parts of some rows of one key head into the output; each task does its share of the rows.
 inline void merge_parts(const Problem& p, const Forward& f, const Parts& parts, long task, bool last) {
   const View v(p, task);
@@ -85,15 +75,9 @@ inline void merge_parts(const Problem& p, const Forward& f, const Parts& parts, 
     const Output part = part_output(View(p, task - v.slice + slice), f, parts, false);
     for (int group = 0; group < p.groups; ++group)
       for (long t = begin; t < end; ++t) {
-        float *out = to.out_row(v, group, t), *norm = to.norm_row(group, t);
-        const float *row = part.out_row(v, group, t), *row_norm = part.norm_row(group, t);
-        if (v.logarithmic()) {
-          merge_row(v, row, row_norm, out, norm);
-        } else {
-          for (int j = 0; j < v.V; ++j) out[j] += row[j];
-          *norm += *row_norm;
-        }
-        if (last && slice + 1 == p.slices) finish_row(v, out, norm);
+        float* norm = to.norm_row(group, t);
+        merge_row(v, part.out_row(v, group, t), part.norm_row(group, t), to.out_row(v, group, t), norm);
+        if (last && slice + 1 == p.slices && norm[0] == -INFINITE) norm[0] = norm[1] = INFINITE;
       }
   }
 }
@@ -128,13 +112,6 @@ inline void forward_in_slices(const Problem& p, const Passes& passes, const Forw
       for (long task = 0; task < tasks; ++task) merge_parts(p, f, parts, task, last);
     }
   }
-}
-
-inline void forward(const Problem& p, const Forward& f) {
-  const Passes passes = passes_of(p);
-  if (p.slices > 1) return forward_in_slices(p, passes, f);
-#pragma omp parallel for schedule(dynamic) num_threads(p.threads)
-  for (long task = 0; task < task_count(p); ++task) forward_alone(View(p, task), passes, f);
 }
 
 }  // namespace subquad

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -65,6 +66,62 @@ inline float hmax(Vec v) {
 inline float hsum(Vec v) {
   return horizontal<LANES>(&v, [](auto a, auto b) { return a + b; });
 }
+
+// The first `count` numbers; the others are 0 and stay where they are.
+inline Vec load_some(const float* p, int count) {
+  if (count >= LANES) return load(p);
+  Vec v{};
+  std::memcpy(&v, p, count * sizeof(float));
+  return v;
+}
+inline void store_some(float* p, Vec v, int count) {
+  if (count >= LANES) return store(p, v);
+  std::memcpy(p, &v, count * sizeof(float));
+}
+
+// Two rows of a matrix, as vectors, trade blocks: numbers whose place has the bit HALF, from a, for those without, from b.
+template <int HALF, int... I>
+inline __attribute__((always_inline)) void trade(Vec& a, Vec& b, std::integer_sequence<int, I...>) {
+#ifdef __clang__
+  const Vec low = __builtin_shufflevector(a, b, (I & HALF ? LANES + I - HALF : I)...);
+  b = __builtin_shufflevector(a, b, (I & HALF ? LANES + I : I + HALF)...);
+#else
+  const Vec low = __builtin_shuffle(a, b, IVec{(I & HALF ? LANES + I - HALF : I)...});
+  b = __builtin_shuffle(a, b, IVec{(I & HALF ? LANES + I : I + HALF)...});
+#endif
+  a = low;
+}
+template <int HALF>
+inline __attribute__((always_inline)) void trade(Vec& a, Vec& b) {
+  trade<HALF>(a, b, std::make_integer_sequence<int, LANES>());
+}
+
+// A square of numbers, mirrored: 2 x 2 blocks trade places, then the blocks within them.
+template <int HALF = LANES / 2>
+inline __attribute__((always_inline)) void transpose(Vec (&rows)[LANES]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; ++i)
+    if (!(i & HALF)) trade<HALF>(rows[i], rows[i + HALF]);
+  if constexpr (HALF > 1) transpose<HALF / 2>(rows);
+}
+
+// One number for each of LANES vectors, all at once: `combine` over its numbers. The vectors are used up.
+template <int HALF = LANES / 2, class Operation>
+inline __attribute__((always_inline)) Vec across(Vec (&vectors)[LANES], Operation combine) {
+#pragma GCC unroll 8
+  for (int i = 0; i < HALF; ++i) {
+    trade<HALF>(vectors[i], vectors[i + HALF]);
+    vectors[i] = combine(vectors[i], vectors[i + HALF]);
+  }
+  if constexpr (HALF > 1)
+    return across<HALF / 2>(vectors, combine);
+  else
+    return vectors[0];
+}
+inline Vec sums_across(Vec (&vectors)[LANES]) {
+  return across(vectors, [](Vec a, Vec b) { return a + b; });
+}
+inline Vec maxima_across(Vec (&vectors)[LANES]) { return across(vectors, vmax); }
 
 // exp with a relative error below 3e-7; 0 below -87.7, at most 2^127; NaN stays NaN.
 inline __attribute__((always_inline)) Vec vexp(Vec x) {

@@ -32,7 +32,7 @@ inline float from_float16(uint16_t x) {
 }
 
 // `count` numbers of one token, as float, times `factor`.
-inline void read_token(const void* data, long offset, int dtype, int count, float factor, float* row) {
+inline void read_token(const void* data, long offset, int dtype, int count, float factor, float* __restrict__ row) {
   if (dtype == FLOAT32) {
     const float* x = static_cast<const float*>(data) + offset;
     for (int i = 0; i < count; ++i) row[i] = x[i] * factor;
@@ -47,12 +47,6 @@ inline void read_token(const void* data, long offset, int dtype, int count, floa
 
 inline void read_token(const Array& a, int dtype, long b, long h, long t, int count, float factor, float* row) {
   read_token(a.data, b * a.batch + h * a.head + t * a.token, dtype, count, factor, row);
-}
-
-// One token into place i of a matrix in lanes; `count` numbers per token.
-inline void put_lane(const float* row, int count, int i, float* lanes) {
-  float* to = lanes + long(i / PANEL) * count * PANEL + i % PANEL;
-  for (int d = 0; d < count; ++d) to[d * PANEL] = row[d];
 }
 
 // One token into row i of a matrix in columns of `height` tokens; numbers up to the end of the last panel are zero.
@@ -71,6 +65,60 @@ inline float dot(const float* a, const float* b, int count) {
   for (; i + LANES <= count; i += LANES) sums += load(a + i) * load(b + i);
   float sum = hsum(sums);
   for (; i < count; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+// LANES tokens on their way from memory into the layouts, as rows.
+class Stage {
+ public:
+  static Stage allocate(int count) {
+    Stage stage;
+    stage.count_ = count, stage.stride_ = padded(count);
+    stage.rows_ = pool().zeros(LANES * stage.stride_);  // what lies between count and stride stays zero
+    return stage;
+  }
+  float* row(int i) const { return rows_ + i * stride_; }
+
+  // Token `first + i` into row i, for every i of which `there(i)` holds; zeros into the others.
+  template <class There>
+  void read(const Array& a, int dtype, long b, long h, long first, float factor, There there) const {
+    for (int i = 0; i < LANES; ++i)
+      if (there(i))
+        read_token(a, dtype, b, h, first + i, count_, factor, row(i));
+      else
+        std::fill(row(i), row(i) + count_, 0.0f);
+  }
+  // As tokens from `begin` on, a multiple of LANES.
+  void to_lanes(int begin, float* lanes) const {
+    float* to = lanes + long(begin / PANEL) * count_ * PANEL + begin % PANEL;
+    for (int d = 0; d < count_; d += LANES) {
+      Vec square[LANES];
+      for (int i = 0; i < LANES; ++i) square[i] = load(row(i) + d);
+      transpose(square);
+      for (int i = 0; i < std::min(LANES, count_ - d); ++i) store(to + (d + i) * PANEL, square[i]);
+    }
+  }
+  void to_columns(int begin, long height, float* columns) const {
+    for (int i = 0; i < LANES; ++i) put_column(row(i), count_, begin + i, height, columns);
+  }
+
+ private:
+  int count_;
+  long stride_;
+  float* rows_;
+};
+
+// Products of each of LANES tokens in lanes [count][tokens], from `begin` on, with itself, or with `other` [count].
+inline Vec squares(const float* lanes, int count, int begin) {
+  const float* x = lanes + long(begin / PANEL) * count * PANEL + begin % PANEL;
+  Vec sum{};
+  for (int d = 0; d < count; ++d) sum += load(x + d * PANEL) * load(x + d * PANEL);
+  return sum;
+}
+inline Vec products(const float* lanes, const float* other, int count, int begin) {
+  const float* x = lanes + long(begin / PANEL) * count * PANEL + begin % PANEL;
+  Vec sum{};
+  for (int d = 0; d < count; ++d) sum += load(x + d * PANEL) * splat(other[d]);
   return sum;
 }
 

@@ -1,6 +1,7 @@
 // One key head of one sequence, and a slice of its features: what one task works on.
 //
-// Features only ever meet in sums, so slices of them are independent tasks: that is how one head uses several threads.
+// Features only ever meet in sums, so slices of them are independent tasks: that is how one head of FAVOR uses several
+// threads. Stretches of tokens would be computed twice (a summary, then the outputs) and meet at different maxima.
 #pragma once
 #include <limits>
 
@@ -21,6 +22,7 @@ struct View {
   int M;       // features of this slice
   long height; // V rounded up to panels
   const float *query, *key, *bias, *offset_weight;
+  const float *query_panels = nullptr, *key_panels = nullptr;  // the maps as products want them; see `with_maps`
   float offset_bias, query_norms, key_norms;
 
   View(const Problem& problem, long task) : p(problem) {
@@ -54,6 +56,18 @@ struct View {
   long sequences() const { return long(p.batch) * p.key_heads; }
   long sequence() const { return b * p.key_heads + h; }
 };
+
+// The same view with its maps [M][D] in panels, kept in this thread's pool.
+inline View with_maps(View v) {
+  const auto pack = [&](const float* weight) {
+    float* packed = pool().take(padded(v.D) * v.M);
+    for (int m = 0; m < v.M; ++m) put_column(weight + long(m) * v.D, v.D, m, v.M, packed);
+    return packed;
+  };
+  if (v.query) v.query_panels = pack(v.query);
+  if (v.key) v.key_panels = v.key == v.query ? v.query_panels : pack(v.key);
+  return v;
+}
 
 // Calls `work(begin, count)` for features a few at a time: what one product leaves, the next finds in the first cache.
 template <class Work>

@@ -1,0 +1,195 @@
+// One head of linear attention on all threads: its features have no maxima, so sums over stretches of the sequence can
+// be taken apart and put together again.
+#pragma once
+#include "run_backward.hpp"
+#include "run_forward.hpp"
+
+namespace subquad {
+
+constexpr long STRETCHES_PER_THREAD = 4;  // so that a thread that was held up leaves the rest to others
+constexpr long BLOCKS_PER_THREAD = 8;    // of a causal forward, prepared before they are read
+
+struct Range {
+  long begin, end;
+};
+// Part i of `count` things, in multiples of `unit`.
+inline Range part_of(long count, long unit, long i, long parts) {
+  const long units = (count + unit - 1) / unit;
+  return {std::min(count, units * i / parts * unit), std::min(count, units * (i + 1) / parts * unit)};
+}
+
+// Fields side by side, to be summed up.
+class FieldRow {
+ public:
+  FieldRow(const View& view, long count) : v(view), size_(Field::size(v)), memory_(new_buffer(count * size_)) {}
+  Field operator[](long i) const { return Field::over(v, memory_.get() + i * size_); }
+  float* numbers(long i) const { return memory_.get() + i * size_; }
+  long size() const { return size_; }
+
+ private:
+  const View& v;
+  long size_;
+  Buffer memory_;
+};
+
+inline void add_numbers(const float* __restrict__ from, float* __restrict__ to, long count) {
+  for (long i = 0; i < count; ++i) to[i] += from[i];
+}
+
+// Numbers `at` of every field become what `running` held before it, which goes on to hold them all.
+inline void sums_before(const FieldRow& fields, Range at, long count, float* __restrict__ running) {
+  for (long i = 0; i < count; ++i) {
+    float* __restrict__ own = fields.numbers(i);
+    for (long n = at.begin; n < at.end; ++n) {
+      const float before = running[n];
+      running[n] += own[n];
+      own[n] = before;
+    }
+  }
+}
+
+// Not causal ----------------------------------------------------------------------------------------------------------
+
+inline void forward_summary(const View& v, const Passes& passes, const Forward& f) {
+  const Pass &gather = passes.pass[0], &scatter = passes.pass[1];
+  const long parts = v.p.stretches * STRETCHES_PER_THREAD;
+  FieldRow fields(v, parts);
+  const Forward nothing_kept{};
+#pragma omp parallel for schedule(dynamic) num_threads(v.p.threads)
+  for (long i = 0; i < parts; ++i) {
+    pool().reset();
+    Field own = fields[i];
+    i == 0 ? own.begin(v) : own.clear(v);
+    const Range blocks = part_of(gather.blocks, 1, i, parts);
+    visit(v, gather, blocks.begin, blocks.end, own, Output{}, nothing_kept);
+  }
+  for (long i = 1; i < parts; ++i) add_numbers(fields.numbers(i), fields.numbers(0), fields.size());
+  if (f.borders_sum) fields[0].write_border(v, f.borders_max, f.borders_sum, 0);
+#pragma omp parallel for schedule(dynamic) num_threads(v.p.threads)
+  for (long i = 0; i < parts; ++i) {
+    pool().reset();
+    const Range blocks = part_of(scatter.blocks, 1, i, parts);
+    visit(v, scatter, blocks.begin, blocks.end, fields[0], whole_output(v, f, false, true), f);
+  }
+}
+
+// Calls `work(task, i)` for every stretch with a task of its own. What tasks add to the same sums, they add in order, so
+// that results do not depend on who was first.
+template <class Work>
+inline void each_stretch_back(const View& v, const Backward& saved, const FieldRow& grads, long parts, Work work) {
+#pragma omp parallel for schedule(dynamic) ordered num_threads(v.p.threads)
+  for (long i = 0; i < parts; ++i) {
+    pool().reset();
+    BackwardTask task(v, saved, grads[i], whole_window(v, saved));
+    work(task, i);
+#pragma omp ordered
+    task.finish();
+  }
+}
+
+inline void backward_summary(const View& v, const Passes& passes, const Backward& saved) {
+  const long parts = v.p.stretches * STRETCHES_PER_THREAD;
+  FieldRow grads(v, parts);
+  for (long i = 0; i < parts; ++i) grads[i].clear(v);
+  const auto visit_part = [&](const Pass& pass) {
+    each_stretch_back(v, saved, grads, parts, [&](BackwardTask& task, long i) {
+      const Range blocks = part_of(pass.blocks, 1, i, parts);
+      visit_back(task, v, pass, blocks.begin, blocks.end);
+    });
+  };
+  visit_part(passes.pass[1]);
+  for (long i = 1; i < parts; ++i) add_numbers(grads.numbers(i), grads.numbers(0), grads.size());
+  for (long i = 1; i < parts; ++i) grads[i].copy_from(v, grads[0]);
+  visit_part(passes.pass[0]);
+}
+
+// Causal --------------------------------------------------------------------------------------------------------------
+
+struct ReadyBlock {
+  Keys keys;
+  Fold fold;
+};
+
+// Many blocks at a time: their keys first, then what lies before each of them, then their queries.
+inline void forward_causal(const View& v, const Pass& pass, const Forward& f) {
+  const long most = std::min(pass.blocks, v.p.threads * BLOCKS_PER_THREAD);
+  const Pool* owner = &pool();
+  pool().reset();
+  std::vector<ReadyBlock> ready;
+  for (long i = 0; i < most; ++i) ready.push_back({Keys::allocate(v, TILE, false, false), Fold::allocate(v, TILE, false)});
+  FieldRow fields(v, most + 1);
+  Field running = fields[most];
+  running.begin(v);
+#pragma omp parallel num_threads(v.p.threads)
+  {
+    if (&pool() != owner) pool().reset();
+    ForwardTask task(v, running, whole_output(v, f, false, true));
+    for (long from = 0; from < pass.blocks; from += most) {
+      const long count = std::min(most, pass.blocks - from);
+#pragma omp for schedule(static)
+      for (long i = 0; i < count; ++i) task.prepare(from + i, ready[i].keys, ready[i].fold, fields[i]);
+#pragma omp for schedule(static)
+      for (long i = 0; i < v.p.threads; ++i)
+        sums_before(fields, part_of(fields.size(), PANEL, i, v.p.threads), count, fields.numbers(most));
+#pragma omp for schedule(static)
+      for (long i = 0; i < count; ++i) {
+        const long segment = (from + i) / v.p.blocks_per_segment;
+        if (f.borders_sum && (from + i) % v.p.blocks_per_segment == 0)
+          fields[i].write_border(v, f.borders_max, f.borders_sum, pass.first_border + segment);
+        task.read_prepared(ready[i].keys, ready[i].fold, fields[i]);
+      }
+    }
+  }
+  if (f.far_sum) running.write_border(v, f.far_max, f.far_sum, 0);
+}
+
+// First what the queries of all stretches but the first say to the keys before them, in smaller pieces; then every
+// stretch by itself.
+inline void backward_causal(const View& v, const Pass& pass, const Backward& saved) {
+  const long parts = v.p.stretches, pieces = (parts - 1) * v.p.threads;
+  const auto blocks_of = [&](long i) { return part_of(pass.blocks, v.p.blocks_per_segment, i, parts); };
+  FieldRow sums(v, pieces), grads(v, parts);
+#pragma omp parallel for schedule(static, 1) num_threads(v.p.threads)
+  for (long i = 0; i < pieces; ++i) {
+    pool().reset();
+    sums[i].clear(v);
+    BackwardTask task(v, saved, sums[i], whole_window(v, saved));
+    const Range stretch = blocks_of(1 + i / v.p.threads);
+    const Range piece = part_of(stretch.end - stretch.begin, 1, i % v.p.threads, v.p.threads);
+    for (long b = piece.begin; b < piece.end; ++b) task.sum_queries(stretch.begin + b);
+  }
+  start_gradient(v, pass, saved, grads[parts - 1]);
+  for (long i = parts - 2; i >= 0; --i) {
+    grads[i].copy_from(v, grads[i + 1]);
+    for (long j = i * v.p.threads; j < (i + 1) * v.p.threads; ++j)
+      add_numbers(sums.numbers(j), grads.numbers(i), grads.size());
+  }
+  each_stretch_back(v, saved, grads, parts, [&](BackwardTask& task, long i) {
+    visit_back(task, v, pass, blocks_of(i).begin, blocks_of(i).end);
+  });
+  if (saved.far_sum) grads[0].write_border(v, nullptr, saved.far_sum, 0);
+}
+
+// All sequences, one after the other ----------------------------------------------------------------------------------
+
+inline void forward_in_stretches(const Problem& p, const Passes& passes, const Forward& f) {
+  const long numbers = task_count(p) * p.groups * p.length * p.value_dim;
+#pragma omp parallel for schedule(static) num_threads(p.threads)
+  for (long i = 0; i < p.threads; ++i) {
+    const Range own = part_of(numbers, 1, i, p.threads);
+    touch_pages(f.out + own.begin, own.end - own.begin);
+  }
+  for (long sequence = 0; sequence < task_count(p); ++sequence) {
+    const View v(p, sequence);
+    p.causal ? forward_causal(v, passes.pass[0], f) : forward_summary(v, passes, f);
+  }
+}
+
+inline void backward_in_stretches(const Problem& p, const Passes& passes, const Backward& saved) {
+  for (long sequence = 0; sequence < task_count(p); ++sequence) {
+    const View v(p, sequence);
+    p.causal ? backward_causal(v, passes.pass[0], saved) : backward_summary(v, passes, saved);
+  }
+}
+
+}  // namespace subquad
