@@ -24,11 +24,11 @@ def _needs_gradients(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _refuse_double_backward(ctx: Any, *grads: Any) -> Any:
+def refuse_double_backward(ctx: Any, *grads: Any) -> Any:
     raise checks.no_double_backward()
 
 
-def _operator(name: str, implementation: Any, fake: Any, schema: str) -> Any:
+def make_operator(name: str, implementation: Any, fake: Any, schema: str) -> Any:
     operator: Any = torch.library.custom_op(
         f"subquad::{name}", without_autocast(implementation), mutates_args=(), schema=schema
     )
@@ -36,7 +36,7 @@ def _operator(name: str, implementation: Any, fake: Any, schema: str) -> Any:
     return operator
 
 
-def _grad_or_zeros(grad_out: Tensor | None, out: Tensor) -> Tensor:
+def grad_or_zeros(grad_out: Tensor | None, out: Tensor) -> Tensor:
     return torch.zeros_like(out) if grad_out is None else grad_out
 
 
@@ -129,13 +129,13 @@ def _favor_backward_fake(*args: Any) -> list[Tensor]:
     return [*tensors, *(maps if want_map else ()), state]
 
 
-favor_forward = _operator(
+favor_forward = make_operator(
     "favor_forward",
     _favor_forward,
     _favor_forward_fake,
     f"({_FAVOR_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-favor_backward = _operator(
+favor_backward = make_operator(
     "favor_backward",
     _favor_backward,
     _favor_backward_fake,
@@ -155,7 +155,7 @@ def _favor_gradients(ctx: Any, grad_out: Tensor | None, *others: Tensor | None) 
     out, lognorm, borders_max, borders_sum, *tensors = ctx.saved_tensors
     want_map = any(ctx.needs_input_grad[5:_FAVOR_DIFFERENTIABLE])
     of_tensors = favor_backward(
-        *(_grad_or_zeros(grad_out, out), out, lognorm, borders_max, borders_sum, _of_last_state(others), want_map),
+        *(grad_or_zeros(grad_out, out), out, lognorm, borders_max, borders_sum, _of_last_state(others), want_map),
         *tensors,
         *ctx.options,
     )
@@ -167,7 +167,7 @@ def _favor_gradients(ctx: Any, grad_out: Tensor | None, *others: Tensor | None) 
 
 
 favor_forward.register_autograd(_favor_gradients, setup_context=_favor_save)
-favor_backward.register_autograd(_refuse_double_backward)
+favor_backward.register_autograd(refuse_double_backward)
 
 
 # Linear attention -----------------------------------------------------------------------------------------------------
@@ -227,13 +227,13 @@ def _linear_backward_fake(*args: Any) -> list[Tensor]:
     return [*tensors, state]
 
 
-linear_forward = _operator(
+linear_forward = make_operator(
     "linear_forward",
     _linear_forward,
     _linear_forward_fake,
     f"({_LINEAR_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-linear_backward = _operator(
+linear_backward = make_operator(
     "linear_backward",
     _linear_backward,
     _linear_backward_fake,
@@ -253,7 +253,7 @@ def _linear_gradients(ctx: Any, grad_out: Tensor | None, *others: Tensor | None)
     out, normaliser, borders_max, borders_sum, *tensors = ctx.saved_tensors
     gradients = linear_backward(
         *(
-            _grad_or_zeros(grad_out, out),
+            grad_or_zeros(grad_out, out),
             out,
             normaliser,
             borders_max,
@@ -270,4 +270,4 @@ def _linear_gradients(ctx: Any, grad_out: Tensor | None, *others: Tensor | None)
 
 
 linear_forward.register_autograd(_linear_gradients, setup_context=_linear_save)
-linear_backward.register_autograd(_refuse_double_backward)
+linear_backward.register_autograd(refuse_double_backward)

@@ -1,0 +1,71 @@
+"""The engine of `sparse.py` as a torch operator, with its own gradients."""
+
+from typing import Any
+
+from torch import Tensor
+
+from subquad import checks
+from subquad.kernels import sparse
+from subquad.kernels.ops import grad_or_zeros, make_operator, refuse_double_backward
+from subquad.kernels.sparse import Inputs, Pairs, Rule
+
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor blocks, Tensor q_place, Tensor k_place, Tensor? q_code, Tensor? k_code, "
+)
+_NUMBERS = "int place_low, int place_high, int code_low, int code_high, int round, bool skip_self, float scale"
+_TENSOR_COUNT = 8
+
+
+def sparse_attention(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, rule: Rule, scale: float) -> tuple[Tensor, Tensor]:
+    """Output `[N, C, Dv]` and log-normaliser `[N, C]` of queries `[N, C, D]` over the keys that they meet."""
+    checks.no_transforms(q, k, v)
+    return sparse_forward(q, k, v, *pairs, *rule, scale)
+
+
+def _problem(*args: Any) -> tuple[Inputs, Pairs, Rule, float]:
+    return Inputs(*args[:3]), Pairs(*args[3:_TENSOR_COUNT]), Rule(*args[_TENSOR_COUNT:-1]), args[-1]
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    return sparse.forward(*_problem(*args))
+
+
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    q, _, v = args[:3]
+    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2])
+
+
+def _backward(*args: Any) -> tuple[Tensor, ...]:
+    grad_out, grad_log_sum, out, log_sum, *rest = args
+    return tuple(g.contiguous() for g in sparse.backward(*_problem(*rest), out, log_sum, (grad_out, grad_log_sum)))
+
+
+def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    return tuple(t.new_empty(t.shape) for t in args[4:7])
+
+
+sparse_forward = make_operator("sparse_forward", _forward, _forward_fake, f"({_TENSORS}{_NUMBERS}) -> (Tensor, Tensor)")
+sparse_backward = make_operator(
+    "sparse_backward",
+    _backward,
+    _backward_fake,
+    f"(Tensor grad_out, Tensor grad_log_sum, Tensor out, Tensor log_sum, {_TENSORS}{_NUMBERS}) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.numbers = inputs[_TENSOR_COUNT:]
+    ctx.save_for_backward(*output, *inputs[:_TENSOR_COUNT])
+
+
+def _gradients(ctx: Any, grad_out: Tensor | None, grad_log_sum: Tensor | None) -> tuple:
+    out, log_sum, *tensors = ctx.saved_tensors
+    grads = grad_or_zeros(grad_out, out), grad_or_zeros(grad_log_sum, log_sum)
+    of_inputs = sparse_backward(*grads, out, log_sum, *tensors, *ctx.numbers)
+    return (*of_inputs, *[None] * (_TENSOR_COUNT - 3 + len(ctx.numbers)))
+
+
+sparse_forward.register_autograd(_gradients, setup_context=_save)
+sparse_backward.register_autograd(refuse_double_backward)
