@@ -35,7 +35,7 @@ LAYERS = (
 
 PUBLIC = {
     "MECHANISMS FavorAttention FeatureMap IdentityAttention LinearAttention Mechanism SoftmaxAttention State "
-    "SubquadError attention draw_feature_map errors features functional reorder_state state_bytes"
+    "SubquadError WindowAttention attention draw_feature_map errors features functional reorder_state state_bytes"
 }
 
 

@@ -11,6 +11,7 @@ from subquad.mechanisms.favor import FavorAttention
 from subquad.mechanisms.identity import IdentityAttention
 from subquad.mechanisms.linear import LinearAttention
 from subquad.mechanisms.softmax import SoftmaxAttention
+from subquad.mechanisms.window import WindowAttention
 
 __version__ = version("subquad")
 
@@ -24,6 +25,7 @@ __all__ = [
     "SoftmaxAttention",
     "State",
     "SubquadError",
+    "WindowAttention",
     "attention",
     "draw_feature_map",
     "errors",

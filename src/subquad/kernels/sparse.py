@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 PAIRS_AT_ONCE = 1 << 19
-UNLIMITED = 1 << 30
+UNLIMITED = 1 << 28  # longer than any sequence
 ABSENT_QUERY, ABSENT_KEY = -(1 << 29), 1 << 29  # labels of what is not there: their difference is in no range
 
 
@@ -22,6 +22,7 @@ class Pairs(NamedTuple):
     blocks: int64 `[N, W]`, the key blocks that a tile meets; J stands for none.
     q_place: int32 `[N, C]`, k_place `[J, E]`; or `[C]` and `[W * E]` where all tiles look alike (then no codes).
     q_code: int32 `[N, C, R]`, k_code `[J, E, R]` for R rounds, or None.
+    alive: bool `[J, E]` keys that are there, or None: all. For tiles that look alike; others have absent labels.
     """
 
     blocks: Tensor
@@ -29,6 +30,7 @@ class Pairs(NamedTuple):
     k_place: Tensor
     q_code: Tensor | None = None
     k_code: Tensor | None = None
+    alive: Tensor | None = None
 
 
 class Rule(NamedTuple):
@@ -55,9 +57,10 @@ class Inputs(NamedTuple):
 
 def forward(inputs: Inputs, pairs: Pairs, rule: Rule, scale: float) -> tuple[Tensor, Tensor]:
     """Output `[N, C, Dv]` and log-normaliser `[N, C]`; zeros and -inf for a row that sees no key."""
-    q, _, v = inputs
+    q, k, v = inputs
+    inputs = Inputs(q * scale, k, v)
     out, log_sum = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2])
-    for tile in _tiles(inputs, pairs, rule, scale):
+    for tile in _tiles(inputs, pairs, rule):
         top = tile.logits.amax(-1, keepdim=True)
         top.masked_fill_(top == -torch.inf, 0)
         weights = tile.logits.sub_(top).exp_()
@@ -71,20 +74,20 @@ def backward(
     inputs: Inputs, pairs: Pairs, rule: Rule, scale: float, out: Tensor, log_sum: Tensor, grads: tuple[Tensor, Tensor]
 ) -> Inputs:
     """Gradients of q, k and v, from those of the output and of the log-normaliser."""
-    q, k, v = inputs
+    q, k, v = inputs = Inputs(inputs.q * scale, inputs.k, inputs.v)
     grad_out, grad_log_sum = grads
     of_q = torch.empty_like(q)
     of_k, of_v = (x.new_zeros(x.shape[0] + 1, *x.shape[1:]) for x in (k, v))  # the last block is nobody's
     log_sum = log_sum.masked_fill(log_sum == -torch.inf, torch.inf)[..., None]
     shift = (grad_log_sum - (grad_out * out).sum(-1))[..., None]
-    for tile in _tiles(inputs, pairs, rule, scale):
+    for tile in _tiles(inputs, pairs, rule):
         rows, blocks = tile.rows, pairs.blocks[tile.rows].flatten()
         weights, grad = tile.logits.sub_(log_sum[rows]).exp_(), grad_out[rows]
         of_v.index_add_(0, blocks, (weights.mT @ grad).view(-1, *v.shape[1:]))
-        of_logits = (grad @ tile.v.mT).add_(shift[rows]).mul_(weights).mul_(scale)
+        of_logits = (grad @ tile.v.mT).add_(shift[rows]).mul_(weights)
         of_k.index_add_(0, blocks, (of_logits.mT @ q[rows]).view(-1, *k.shape[1:]))
         of_q[rows] = of_logits @ tile.k
-    return Inputs(of_q, of_k[:-1], of_v[:-1])
+    return Inputs(of_q.mul_(scale), of_k[:-1], of_v[:-1])
 
 
 class _Tile(NamedTuple):
@@ -96,50 +99,51 @@ class _Tile(NamedTuple):
     logits: Tensor
 
 
-def _tiles(inputs: Inputs, pairs: Pairs, rule: Rule, scale: float) -> Iterator[_Tile]:
+def _tiles(inputs: Inputs, pairs: Pairs, rule: Rule) -> Iterator[_Tile]:
     q, k, v = inputs
     step = max(1, PAIRS_AT_ONCE // (q.shape[1] * pairs.blocks.shape[1] * k.shape[1]))
-    labels = _with_nobody(pairs)
-    alike = _log_weights(labels, rule, slice(None), q.dtype) if _all_alike(pairs) else None
+    alike = pairs.q_place.dim() == 1
+    labels = pairs if alike else _with_nobody(pairs)
+    bias = _places_alike(pairs, rule, q.dtype) if alike else q.new_empty(0)
+    alive = _alive(pairs, k) if alike else None
     for start in range(0, q.shape[0], step):
         rows = slice(start, start + step)
         blocks = pairs.blocks[rows]
         somebody = blocks.clamp(max=k.shape[0] - 1)
         keys, values = k[somebody].flatten(1, 2), v[somebody].flatten(1, 2)
-        bias = _log_weights(labels, rule, rows, q.dtype) if alike is None else alike
-        logits = torch.baddbmm(bias.expand(keys.shape[0], -1, -1), q[rows], keys.mT, alpha=scale)
-        if alike is not None and bool((blocks == k.shape[0]).any()):
-            absent = (blocks == k.shape[0])[:, None, :, None]
-            logits.view(*logits.shape[:2], -1, k.shape[1]).masked_fill_(absent, -torch.inf)
+        bias = bias if alike else _log_weights(labels, rule, rows, q.dtype)
+        logits = torch.baddbmm(bias.expand(keys.shape[0], -1, -1), q[rows], keys.mT)
+        if alive is not None and not bool((there := alive[blocks].flatten(1, 2)).all()):
+            logits.masked_fill_(~there[:, None], -torch.inf)
         yield _Tile(rows, keys, values, logits)
 
 
-def _all_alike(pairs: Pairs) -> bool:
-    return pairs.q_place.dim() == 1
+def _alive(pairs: Pairs, k: Tensor) -> Tensor:
+    """`[J + 1, E]`: nobody is in the last block."""
+    alive = pairs.alive if pairs.alive is not None else k.new_ones(k.shape[:2], dtype=torch.bool)
+    return torch.cat([alive, alive.new_zeros(1, k.shape[1])])
 
 
 def _with_nobody(pairs: Pairs) -> Pairs:
     """With labels for the block that stands for none."""
-    if _all_alike(pairs):
-        return pairs
 
-    def extended(labels: Tensor | None) -> Tensor | None:
-        if labels is None:
-            return None
+    def extended(labels: Tensor) -> Tensor:
         return torch.cat([labels, labels.new_full((1, *labels.shape[1:]), ABSENT_KEY)])
 
-    k_place = extended(pairs.k_place)
-    assert k_place is not None
-    return pairs._replace(k_place=k_place, k_code=extended(pairs.k_code))
+    k_code = None if pairs.k_code is None else extended(pairs.k_code)
+    return pairs._replace(k_place=extended(pairs.k_place), k_code=k_code)
+
+
+def _places_alike(pairs: Pairs, rule: Rule, dtype: torch.dtype) -> Tensor:
+    apart = pairs.q_place[:, None] - pairs.k_place
+    counts = (apart >= rule.place_low) & (apart <= rule.place_high)
+    return torch.where(counts, 0.0, -torch.inf).to(dtype)
 
 
 def _log_weights(pairs: Pairs, rule: Rule, rows: slice, dtype: torch.dtype) -> Tensor:
     """`[n, C, W * E]`: 0, or minus the logarithm of the rounds in which a pair meets; -inf where it does not count."""
     blocks = pairs.blocks[rows]
-    if _all_alike(pairs):
-        apart = pairs.q_place[None, :, None] - pairs.k_place
-    else:
-        apart = pairs.q_place[rows, :, None] - pairs.k_place[blocks].flatten(1, 2)[:, None]
+    apart = pairs.q_place[rows, :, None] - pairs.k_place[blocks].flatten(1, 2)[:, None]
     counts = (apart >= rule.place_low) & (apart <= rule.place_high)
     if rule.skip_self:
         counts &= apart != 0

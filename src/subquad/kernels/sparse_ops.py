@@ -10,10 +10,11 @@ from subquad.kernels.ops import grad_or_zeros, make_operator, refuse_double_back
 from subquad.kernels.sparse import Inputs, Pairs, Rule
 
 _TENSORS = (
-    "Tensor q, Tensor k, Tensor v, Tensor blocks, Tensor q_place, Tensor k_place, Tensor? q_code, Tensor? k_code, "
+    "Tensor q, Tensor k, Tensor v, "
+    "Tensor blocks, Tensor q_place, Tensor k_place, Tensor? q_code, Tensor? k_code, Tensor? alive, "
 )
 _NUMBERS = "int place_low, int place_high, int code_low, int code_high, int round, bool skip_self, float scale"
-_TENSOR_COUNT = 8
+_TENSOR_COUNT = 9
 
 
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, rule: Rule, scale: float) -> tuple[Tensor, Tensor]:

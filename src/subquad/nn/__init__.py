@@ -2,6 +2,7 @@
 
 from subquad.nn.block import MLP, Block
 from subquad.nn.encoder_layer import TransformerEncoderLayer
+from subquad.nn.longformer import LongformerSelfAttention
 from subquad.nn.multihead import MultiheadAttention
 from subquad.nn.positions import Rotation, rotation, sinusoidal
 from subquad.nn.reversible import reversible
@@ -11,6 +12,7 @@ __all__ = [
     "MLP",
     "Block",
     "Context",
+    "LongformerSelfAttention",
     "MultiheadAttention",
     "Rotation",
     "SelfAttention",
