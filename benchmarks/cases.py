@@ -23,6 +23,7 @@ FEATURES = 256
 TOLERANCE = 1e-5  # float32 against float64; the worst of our cases is near 2e-6
 STEPS = 64  # tokens decoded per sample: as many as a near block, so each sample folds one block
 GATE_LENGTH = 200  # tokens: enough for a far field behind the near blocks, and for a block that is not full
+DECODE_OPTIONS = 16_384  # the length whose options are used for decoding
 PIECE = 1024  # tokens at once while a context is read in
 
 
@@ -101,6 +102,16 @@ class Ours:
         return self.mechanism.reference(q, k, v, causal=self.causal)
 
 
+# Options that go with the length: what these methods cost depends on them.
+SPARSE = {
+    "window": lambda _: {"window": 256},
+    "linformer": lambda length: {"rank": 256, "max_length": length},
+    "lsh": lambda length: {"num_buckets": max(2, length // 64), "bucket_size": 64, "rounds": 4},
+    "cluster": lambda length: {"num_clusters": max(1, length // 64), "bucket_size": 64},
+    "strided": lambda length: {"stride": max(16, round(length**0.5 / 16) * 16)},
+}
+
+
 def our_cases() -> tuple[list[Case], list[str]]:
     """The cases this machine can run, and a line about those it cannot."""
     cases, notes = [Case(EXACT, Exact, quadratic=True), _ours("identity", "identity")], []
@@ -115,12 +126,26 @@ def our_cases() -> tuple[list[Case], list[str]]:
         cases.append(_ours(f"{name} (torch)", mechanism, backend="torch", **options))
     if not library.AVAILABLE:
         notes.append(f"no native engine, so only torch's: {library.PROBLEM}")
-    return cases, notes
+    return [*cases, *map(_sparse, SPARSE)], notes
 
 
 def _ours(name: str, mechanism: str, **options: object) -> Case:
     make = partial(_attention, mechanism, options)
     return Case(name, partial(Ours, make), mechanism=make, features=FEATURES if mechanism == "favor" else 0)
+
+
+def _sparse(name: str) -> Case:
+    kind = next(mechanism for mechanism in subquad.MECHANISMS if mechanism.name == name)
+
+    def make(shape: Shape, causal: bool) -> Ours:
+        return Ours(partial(_attention, name, SPARSE[name](shape.length)), shape, causal)
+
+    return Case(
+        name,
+        make,
+        directions=(False, True) if kind.supports_causal else (False,),
+        mechanism=partial(_attention, name, SPARSE[name](DECODE_OPTIONS)) if kind.supports_state else None,
+    )
 
 
 def _attention(name: str, options: dict, head_dim: int) -> Mechanism:

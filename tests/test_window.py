@@ -1,7 +1,5 @@
 """Window attention: the contract, Longformer's layer, Transformer-XL's memory, and the engine under them."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -156,14 +154,14 @@ def dense(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, rule: Rule, scale: floa
             for block in pairs.blocks[n].tolist():
                 for e in range(k.shape[1] if block < k.shape[0] else 0):
                     apart = int(pairs.q_place[n, c]) - int(pairs.k_place[block, e])
-                    counts, meetings = rule.place_low <= apart <= rule.place_high, 1
+                    counts = rule.place_low <= apart <= rule.place_high
                     counts &= not (rule.skip_self and apart == 0)
                     if pairs.q_code is not None and pairs.k_code is not None:
                         between = pairs.q_code[n, c] - pairs.k_code[block, e]
-                        meets = (between >= rule.code_low) & (between <= rule.code_high)
-                        counts, meetings = counts and bool(meets[rule.round]), int(meets.sum())
+                        meets = ((between >= rule.code_low) & (between <= rule.code_high)).tolist()
+                        counts = counts and meets[rule.round] and not any(meets[: rule.round])
                     if counts:
-                        logits.append(scale * q[n, c] @ k[block, e] - math.log(meetings))
+                        logits.append(scale * q[n, c] @ k[block, e])
                         values.append(v[block, e])
             if not logits:
                 outs.append(torch.zeros(v.shape[2], dtype=v.dtype))

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 PAIRS_AT_ONCE = 1 << 19
-UNLIMITED = 1 << 28  # longer than any sequence
-ABSENT_QUERY, ABSENT_KEY = -(1 << 29), 1 << 29  # labels of what is not there: their difference is in no range
+UNLIMITED = 1 << 28  # more than any place or code
+ABSENT_QUERY, ABSENT_KEY = -(1 << 29), 1 << 29  # labels of what is not there: their difference is below every range
 
 
 class Pairs(NamedTuple):
     """Tiles, blocks and labels.
 
-    blocks: int64 `[N, W]`, the key blocks that a tile meets; J stands for none.
+    blocks: int64 `[N, W]`, the key blocks that a tile meets; J stands for none. Columns of J at the end cost nothing
+        where tiles next to each other have them, so tiles are best sorted by how many blocks they meet.
     q_place: int32 `[N, C]`, k_place `[J, E]`; or `[C]` and `[W * E]` where all tiles look alike (then no codes).
     q_code: int32 `[N, C, R]`, k_code `[J, E, R]` for R rounds, or None.
     alive: bool `[J, E]` keys that are there, or None: all. For tiles that look alike; others have absent labels.
@@ -36,7 +37,9 @@ class Pairs(NamedTuple):
 class Rule(NamedTuple):
     """A pair counts if query minus key lies between the bounds, both included: of places, and of codes in `round`.
 
-    A pair that meets in several rounds weighs one part in each of them, so that together they count it once.
+    A pair that meets in several rounds counts in the first of them: codes of rounds before `round` must lie outside
+    the bounds, later ones are not looked at. Where all pairs of a tile and its blocks meet in `round` anyway, the
+    codes of earlier rounds are enough.
     """
 
     place_low: int = -UNLIMITED
@@ -55,18 +58,22 @@ class Inputs(NamedTuple):
     v: Tensor
 
 
+def log_dtype(q: Tensor) -> torch.dtype:
+    """Of log-normalisers: next to a logit of 1e4, float32 has no digits left for the logarithm of a sum."""
+    return torch.float32 if q.device.type == "mps" and q.dtype != torch.float64 else torch.float64
+
+
 def forward(inputs: Inputs, pairs: Pairs, rule: Rule, scale: float) -> tuple[Tensor, Tensor]:
     """Output `[N, C, Dv]` and log-normaliser `[N, C]`; zeros and -inf for a row that sees no key."""
     q, k, v = inputs
-    inputs = Inputs(q * scale, k, v)
-    out, log_sum = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2])
-    for tile in _tiles(inputs, pairs, rule):
+    out, log_sum = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=log_dtype(q))
+    for tile in _tiles(Inputs(q * scale, k, v), pairs, rule):
         top = tile.logits.amax(-1, keepdim=True)
         top.masked_fill_(top == -torch.inf, 0)
         weights = tile.logits.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
         out[tile.rows] = weights @ tile.v / torch.where(total > 0, total, 1)
-        log_sum[tile.rows] = (top + total.log()).squeeze(-1)
+        log_sum[tile.rows] = (top.to(log_sum.dtype) + total.to(log_sum.dtype).log()).squeeze(-1)
     return out, log_sum
 
 
@@ -78,10 +85,10 @@ def backward(
     grad_out, grad_log_sum = grads
     of_q = torch.empty_like(q)
     of_k, of_v = (x.new_zeros(x.shape[0] + 1, *x.shape[1:]) for x in (k, v))  # the last block is nobody's
-    log_sum = log_sum.masked_fill(log_sum == -torch.inf, torch.inf)[..., None]
-    shift = (grad_log_sum - (grad_out * out).sum(-1))[..., None]
+    log_sum = log_sum.masked_fill(log_sum == -torch.inf, torch.inf)[..., None].to(q.dtype)
+    shift = (grad_log_sum.to(q.dtype) - (grad_out * out).sum(-1))[..., None]
     for tile in _tiles(inputs, pairs, rule):
-        rows, blocks = tile.rows, pairs.blocks[tile.rows].flatten()
+        rows, blocks = tile.rows, tile.blocks.flatten()
         weights, grad = tile.logits.sub_(log_sum[rows]).exp_(), grad_out[rows]
         of_v.index_add_(0, blocks, (weights.mT @ grad).view(-1, *v.shape[1:]))
         of_logits = (grad @ tile.v.mT).add_(shift[rows]).mul_(weights)
@@ -91,37 +98,65 @@ def backward(
 
 
 class _Tile(NamedTuple):
-    """Some tiles and the keys they meet: logits `[n, C, W * E]`, -inf for pairs that do not count."""
+    """Some tiles and the blocks they meet `[n, W]`: logits `[n, C, W * E]`, -inf for pairs that do not count."""
 
     rows: slice
+    blocks: Tensor
     k: Tensor
     v: Tensor
     logits: Tensor
 
 
 def _tiles(inputs: Inputs, pairs: Pairs, rule: Rule) -> Iterator[_Tile]:
+    """q comes scaled."""
     q, k, v = inputs
     step = max(1, PAIRS_AT_ONCE // (q.shape[1] * pairs.blocks.shape[1] * k.shape[1]))
     alike = pairs.q_place.dim() == 1
-    labels = pairs if alike else _with_nobody(pairs)
-    bias = _places_alike(pairs, rule, q.dtype) if alike else q.new_empty(0)
-    alive = _alive(pairs, k) if alike else None
+    picture = _picture(pairs, rule, q.dtype) if alike else q.new_empty(0)
+    labels = pairs._replace(alive=_alive(pairs, k)) if alike else _with_nobody(pairs)
     for start in range(0, q.shape[0], step):
         rows = slice(start, start + step)
-        blocks = pairs.blocks[rows]
-        somebody = blocks.clamp(max=k.shape[0] - 1)
-        keys, values = k[somebody].flatten(1, 2), v[somebody].flatten(1, 2)
-        bias = bias if alike else _log_weights(labels, rule, rows, q.dtype)
-        logits = torch.baddbmm(bias.expand(keys.shape[0], -1, -1), q[rows], keys.mT)
-        if alive is not None and not bool((there := alive[blocks].flatten(1, 2)).all()):
-            logits.masked_fill_(~there[:, None], -torch.inf)
-        yield _Tile(rows, keys, values, logits)
+        blocks = pairs.blocks[rows] if alike else _without_nobody(pairs.blocks[rows], k.shape[0])
+        keys, values = _gather(k, blocks), _gather(v, blocks)
+        if alike:
+            logits = torch.baddbmm(picture.expand(keys.shape[0], -1, -1), q[rows], keys.mT)
+            _hide_absent(logits, labels.alive, blocks)
+        else:
+            logits = (q[rows] @ keys.mT).masked_fill_(_hidden(labels, rule, rows, blocks), -torch.inf)
+        yield _Tile(rows, blocks, keys, values, logits)
+
+
+def _gather(x: Tensor, blocks: Tensor) -> Tensor:
+    """Blocks of x `[J, E, D]` side by side, `[n, W * E, D]`; any of them for one that is nobody's."""
+    somebody = blocks.clamp(max=x.shape[0] - 1).flatten()
+    return x.index_select(0, somebody).view(blocks.shape[0], -1, x.shape[2])
+
+
+# Tiles that look alike ------------------------------------------------------------------------------------------------
+
+
+def _picture(pairs: Pairs, rule: Rule, dtype: torch.dtype) -> Tensor:
+    """`[1, C, W * E]`: 0 for pairs that count, -inf for others."""
+    hidden = _outside(pairs.q_place[:, None], pairs.k_place, rule.place_low, rule.place_high)
+    if rule.skip_self:
+        hidden |= pairs.q_place[:, None] == pairs.k_place
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)[None]
 
 
 def _alive(pairs: Pairs, k: Tensor) -> Tensor:
     """`[J + 1, E]`: nobody is in the last block."""
-    alive = pairs.alive if pairs.alive is not None else k.new_ones(k.shape[:2], dtype=torch.bool)
+    alive = k.new_ones(k.shape[:2], dtype=torch.bool) if pairs.alive is None else pairs.alive
     return torch.cat([alive, alive.new_zeros(1, k.shape[1])])
+
+
+def _hide_absent(logits: Tensor, alive: Tensor | None, blocks: Tensor) -> None:
+    assert alive is not None
+    there = alive[blocks].flatten(1, 2)
+    if not bool(there.all()):
+        logits.masked_fill_(~there[:, None], -torch.inf)
+
+
+# Tiles with labels of their own ---------------------------------------------------------------------------------------
 
 
 def _with_nobody(pairs: Pairs) -> Pairs:
@@ -134,32 +169,39 @@ def _with_nobody(pairs: Pairs) -> Pairs:
     return pairs._replace(k_place=extended(pairs.k_place), k_code=k_code)
 
 
-def _places_alike(pairs: Pairs, rule: Rule, dtype: torch.dtype) -> Tensor:
-    apart = pairs.q_place[:, None] - pairs.k_place
-    counts = (apart >= rule.place_low) & (apart <= rule.place_high)
-    return torch.where(counts, 0.0, -torch.inf).to(dtype)
+def _without_nobody(blocks: Tensor, nobody: int) -> Tensor:
+    """blocks `[n, W]` without the columns at the end that hold nobody's; one is always left."""
+    used = (blocks != nobody).any(0).tolist()
+    width = max([w + 1 for w, some in enumerate(used) if some], default=1)
+    return blocks[:, :width]
 
 
-def _log_weights(pairs: Pairs, rule: Rule, rows: slice, dtype: torch.dtype) -> Tensor:
-    """`[n, C, W * E]`: 0, or minus the logarithm of the rounds in which a pair meets; -inf where it does not count."""
-    blocks = pairs.blocks[rows]
-    apart = pairs.q_place[rows, :, None] - pairs.k_place[blocks].flatten(1, 2)[:, None]
-    counts = (apart >= rule.place_low) & (apart <= rule.place_high)
-    if rule.skip_self:
-        counts &= apart != 0
+def _hidden(pairs: Pairs, rule: Rule, rows: slice, blocks: Tensor) -> Tensor:
+    """`[n, C, W * E]`: pairs that do not count. One pass of a byte per pair and comparison: this is in the hot loop."""
+    q_place, k_place = pairs.q_place[rows, :, None], pairs.k_place[blocks].flatten(1, 2)[:, None]
+    hidden = _outside(q_place, k_place, rule.place_low, rule.place_high)
+    if rule.skip_self and rule.place_low <= 0:
+        hidden |= q_place == k_place
     if pairs.q_code is None or pairs.k_code is None:
-        return torch.where(counts, 0.0, -torch.inf).to(dtype)
-    q_code, k_code = pairs.q_code[rows], pairs.k_code[blocks].flatten(1, 2)
-    meetings = torch.zeros_like(apart, dtype=torch.int8)
-    for r in range(q_code.shape[2]):
-        apart = q_code[:, :, None, r] - k_code[:, None, :, r]
-        meets = (apart >= rule.code_low) & (apart <= rule.code_high)
-        meetings += meets
-        if r == rule.round:
-            counts &= meets
-    if q_code.shape[2] == 1:
-        return torch.where(counts, 0.0, -torch.inf).to(dtype)
-    return (-meetings.to(dtype).log_()).masked_fill_(~counts, -torch.inf)
+        return hidden
+    q_code, k_code = pairs.q_code[rows, :, None], pairs.k_code[blocks].flatten(1, 2)[:, None]
+    for r in range(min(rule.round + 1, q_code.shape[-1])):
+        outside = _outside(q_code[..., r], k_code[..., r], rule.code_low, rule.code_high)
+        hidden |= outside if r == rule.round else outside.logical_not_()
+    return hidden
+
+
+def _outside(q: Tensor, k: Tensor, low: int, high: int) -> Tensor:
+    """Whether query minus key is out of bounds; what is absent is below them."""
+    if low == high:
+        return q - low != k
+    outside = q - low < k
+    if high < UNLIMITED:
+        outside |= q - high > k
+    return outside
+
+
+# Parts ----------------------------------------------------------------------------------------------------------------
 
 
 def merge(outs: list[Tensor], log_sums: list[Tensor]) -> Tensor:
@@ -170,5 +212,5 @@ def merge(outs: list[Tensor], log_sums: list[Tensor]) -> Tensor:
     top = log_sum.detach().amax(0)
     shares = (log_sum - top.masked_fill(top == -torch.inf, 0)).exp()
     total = shares.sum(0)
-    shares = shares / torch.where(total > 0, total, 1)
+    shares = (shares / torch.where(total > 0, total, 1)).to(outs[0].dtype)
     return sum((share[..., None] * out for share, out in zip(shares, outs, strict=True)), torch.zeros_like(outs[0]))
