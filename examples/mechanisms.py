@@ -1,0 +1,68 @@
+"""The same small protein model with every mechanism: what it learns, what a step costs, and decoding with a state.
+
+python examples/mechanisms.py [--steps 100] [--window 1024] [--only favor window]
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+
+from subquad import MECHANISMS
+from subquad.data import load_proteins
+from subquad.models import SubquadForCausalLM
+from subquad.training import TrainOptions, train
+
+OPTIONS = {
+    "favor": {"num_features": 64},
+    "window": {"window": 64, "global_tokens": 1},
+    "linformer": {"rank": 64},
+    "lsh": {"num_buckets": 16, "bucket_size": 32, "rounds": 2},
+    "cluster": {"num_clusters": 16, "bucket_size": 32},
+    "strided": {"stride": 32},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a small protein model with every mechanism.")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--window", type=int, default=1024)
+    parser.add_argument("--only", nargs="+", choices=[m.name for m in MECHANISMS], default=[m.name for m in MECHANISMS])
+    arguments = parser.parse_args()
+    data = load_proteins([])
+    print(f"{'':10}  objective  perplexity  unigram  s/step  cached - uncached")
+    for kind in (m for m in MECHANISMS if m.name in arguments.only):
+        objective = "causal" if kind.supports_causal else "masked"
+        options = TrainOptions(
+            attention=kind.name,
+            attention_options=OPTIONS.get(kind.name, {}),
+            objective=objective,
+            layers=2,
+            hidden=64,
+            window=arguments.window,
+            steps=arguments.steps,
+            eval_every=arguments.steps,
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            result = train(data, folder, options)
+            decoded = difference(Path(folder) / "model") if kind.supports_state else "no state"
+        perplexities = f"{result.metrics['eval_perplexity']:10.3f}  {result.unigram_perplexity:7.3f}"
+        print(f"{kind.name:10}  {objective:9}  {perplexities}  {result.seconds_per_step or 0:6.3f}  {decoded}")
+
+
+@torch.inference_mode()
+def difference(folder: Path) -> str:
+    """Logits of 60 tokens, one at a time with the cache, against all at once."""
+    model = SubquadForCausalLM.from_pretrained(folder).eval()
+    ids = torch.randint(4, 24, (1, 60), generator=torch.Generator().manual_seed(0))
+    whole, cache, steps = model(ids).logits, None, []
+    for t in range(60):
+        out = model(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        steps.append(out.logits)
+    return f"{(torch.cat(steps, 1) - whole).abs().max():.1e}"
+
+
+if __name__ == "__main__":
+    main()
