@@ -2,6 +2,7 @@
 
 from subquad.mechanisms.favor import favor_attention
 from subquad.mechanisms.linear import linear_attention
+from subquad.mechanisms.linformer import linformer_attention
 from subquad.mechanisms.softmax import softmax_attention
 
-__all__ = ["favor_attention", "linear_attention", "softmax_attention"]
+__all__ = ["favor_attention", "linear_attention", "linformer_attention", "softmax_attention"]
