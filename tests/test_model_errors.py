@@ -28,7 +28,7 @@ ERRORS = {
     ),
     "unknown attention": (
         lambda: SubquadConfig(attention="favour"),
-        "unknown attention 'favour' (did you mean 'favor'?); known: softmax, identity, linear, favor",
+        "unknown attention 'favour' (did you mean 'favor'?); known: softmax, identity, linear, favor, linformer",
     ),
     "odd heads": (
         lambda: SubquadConfig(hidden_size=12, num_attention_heads=4),

@@ -416,7 +416,7 @@ ERRORS = {
     ),
     "attention": (
         {"attention": "performer", "attention_options": {}},
-        "unknown attention 'performer'; known: softmax, identity, linear, favor",
+        "unknown attention 'performer' (did you mean 'linformer'?); known: softmax, identity, linear, favor, linformer",
     ),
 }
 

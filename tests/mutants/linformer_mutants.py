@@ -68,7 +68,7 @@ LINFORMERS = (
         LINFORMER,
         "total = (projected_k if self.convex else phi_k).sum(2, keepdim=True)",
         "total = projected_k.sum(2, keepdim=True)",
-        mechanism("linear_kernel"),
+        mechanism("forward_equals_reference and linear"),
     ),
     Mutant(
         "linformer: padding on the left is let through",
