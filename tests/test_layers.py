@@ -61,12 +61,13 @@ def test_causal_flag_is_the_causal_mask() -> None:
 def test_weights_of_torch_load_strictly_whatever_is_inside() -> None:
     theirs = nn.MultiheadAttention(E, H, batch_first=True)
     for mechanism in MECHANISMS:
-        ours = MultiheadAttention(E, H, batch_first=True, attention=mechanism.name)
+        options: dict[str, Any] = {"max_length": 32} if mechanism.name == "linformer" else {}
+        ours = MultiheadAttention(E, H, batch_first=True, attention=mechanism.name, **options)
         features = {name: value.clone() for name, value in ours.mechanism.state_dict().items()}
         ours.load_state_dict(theirs.state_dict())
         assert torch.equal(ours.in_proj_weight, theirs.in_proj_weight)
         assert all(torch.equal(ours.mechanism.state_dict()[name], value) for name, value in features.items())
-        again = MultiheadAttention(E, H, batch_first=True, attention=mechanism.name)
+        again = MultiheadAttention(E, H, batch_first=True, attention=mechanism.name, **options)
         again.load_state_dict(ours.state_dict())
         assert all(torch.equal(again.state_dict()[name], value) for name, value in ours.state_dict().items())
 
@@ -154,7 +155,7 @@ def gradients(run, blocks: Any, context: Context) -> list[Any]:
     return [*(o.detach() for o in out), *grads]
 
 
-@pytest.mark.parametrize("attention", [mechanism.name for mechanism in MECHANISMS])
+@pytest.mark.parametrize("attention", [mechanism.name for mechanism in MECHANISMS if mechanism.supports_causal])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_reversible_gradients_are_the_plain_ones(attention: str, dropout: float) -> None:
     blocks = stack(attention, dropout)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from subquad import errors
+from subquad import MECHANISMS, errors
 from subquad.models import SubquadCache, SubquadConfig, SubquadForMaskedLM, SubquadModel, log_likelihoods
 from tiny_models import SMALL, make, random_ids
 
@@ -28,7 +28,7 @@ ERRORS = {
     ),
     "unknown attention": (
         lambda: SubquadConfig(attention="favour"),
-        "unknown attention 'favour' (did you mean 'favor'?); known: softmax, identity, linear, favor, window",
+        f"unknown attention 'favour' (did you mean 'favor'?); known: {', '.join(m.name for m in MECHANISMS)}",
     ),
     "odd heads": (
         lambda: SubquadConfig(hidden_size=12, num_attention_heads=4),

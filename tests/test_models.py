@@ -48,6 +48,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
 causal_models = pytest.mark.parametrize("options", MIXTURES.values(), ids=MIXTURES)
 
 
+def language_model(attention: str) -> tuple[Any, Any]:
+    """Model and Auto class: causal, if the mechanism can be."""
+    causal = next(m.supports_causal for m in MECHANISMS if m.name == attention)
+    return (SubquadForCausalLM, AutoModelForCausalLM) if causal else (SubquadForMaskedLM, AutoModelForMaskedLM)
+
+
 def left_padded(lengths: list[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
     width = max(lengths)
     rows = [random_ids(8, width)[i, :length] for i, length in enumerate(lengths)]
@@ -145,16 +151,17 @@ def test_cache_repeats_and_selects() -> None:
 
 @pytest.mark.parametrize("name", [m.name for m in MECHANISMS])
 def test_saved_models_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
-    model, ids = make(attention=name, dtype=torch.float32), random_ids(2, 40)
+    kind, auto = language_model(name)
+    model, ids = make(kind, attention=name, dtype=torch.float32), random_ids(2, 40)
     model.redraw(7)  # features that no constructor would draw
     model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").exists()
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(again) is SubquadForCausalLM
+    again = auto.from_pretrained(tmp_path)
+    assert type(again) is kind
     assert torch.equal(again(ids).logits, model(ids).logits)
     assert AutoConfig.from_pretrained(tmp_path).attention == name
     base = AutoModel.from_pretrained(tmp_path)
-    assert base.config.causal is True
+    assert base.config.causal is (kind is SubquadForCausalLM)
     assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
 
 
@@ -236,7 +243,7 @@ def test_token_classification() -> None:
 def test_gradient_checkpointing_changes_nothing(name: str) -> None:
     ids, grads = random_ids(2, 20), []
     for checkpointing in (False, True):
-        model = make(attention=name, dropout=0.2).train()
+        model = make(language_model(name)[0], attention=name, dropout=0.2).train()
         if checkpointing:
             model.gradient_checkpointing_enable()
         torch.manual_seed(3)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from processes import OPTIONS, quiet_train, weights
-from subquad import errors
+from subquad import MECHANISMS, errors
 from subquad.data import load_proteins
 from subquad.data.samples import Samples
 from subquad.models import SubquadConfig, SubquadForCausalLM
@@ -416,7 +416,7 @@ ERRORS = {
     ),
     "attention": (
         {"attention": "performer", "attention_options": {}},
-        "unknown attention 'performer'; known: softmax, identity, linear, favor, window",
+        f"unknown attention 'performer' (did you mean 'linformer'?); known: {', '.join(m.name for m in MECHANISMS)}",
     ),
 }
 

@@ -10,6 +10,7 @@ from subquad.mechanisms import MECHANISMS, attention
 from subquad.mechanisms.favor import FavorAttention
 from subquad.mechanisms.identity import IdentityAttention
 from subquad.mechanisms.linear import LinearAttention
+from subquad.mechanisms.linformer import LinformerAttention
 from subquad.mechanisms.softmax import SoftmaxAttention
 from subquad.mechanisms.window import WindowAttention
 
@@ -21,6 +22,7 @@ __all__ = [
     "FeatureMap",
     "IdentityAttention",
     "LinearAttention",
+    "LinformerAttention",
     "Mechanism",
     "SoftmaxAttention",
     "State",

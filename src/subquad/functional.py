@@ -2,7 +2,14 @@
 
 from subquad.mechanisms.favor import favor_attention
 from subquad.mechanisms.linear import linear_attention
+from subquad.mechanisms.linformer import linformer_attention
 from subquad.mechanisms.softmax import softmax_attention
 from subquad.mechanisms.window import window_attention
 
-__all__ = ["favor_attention", "linear_attention", "softmax_attention", "window_attention"]
+__all__ = [
+    "favor_attention",
+    "linear_attention",
+    "linformer_attention",
+    "softmax_attention",
+    "window_attention",
+]

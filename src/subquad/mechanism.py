@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ class Mechanism(nn.Module, ABC):
     state_grows: ClassVar[bool] = False
     float32_floor: ClassVar[float] = 2**-23  # error that float32 outputs may have where the definition has less
     of_inner_products: ClassVar[bool] = True  # weights are, or estimate, functions of q.k
+    mask_kinds: ClassVar[tuple[str, ...]] = ("right", "left", "holes")  # where a key_mask may have padding
+    why_not_causal: ClassVar[str] = "every output depends on all tokens"
     cross_attention_advice: ClassVar[str] = ""  # ends the error of a positional mechanism that gets T != S
 
     head_dim: int
@@ -42,6 +44,22 @@ class Mechanism(nn.Module, ABC):
     def convex(self) -> bool:
         """Weights are never negative: outputs lie between the smallest and the largest value."""
         return True
+
+    @property
+    def shared_parameters(self) -> tuple[str, ...]:
+        """Names of parameters that are one and the same in all layers of a model."""
+        return ()
+
+    @classmethod
+    def layer_options(
+        cls,
+        options: dict[str, Any],
+        *,
+        key_heads: int,  # noqa: ARG003
+        max_length: int | None,  # noqa: ARG003
+    ) -> dict[str, Any]:
+        """`options`, and what this mechanism must know of the layer around it."""
+        return options
 
     @abstractmethod
     def forward(
@@ -58,7 +76,7 @@ class Mechanism(nn.Module, ABC):
         """
 
     def check_heads(self, q: Tensor, k: Tensor) -> None:
-        """Raises if this mechanism was made for another number of heads."""
+        """Raises if this mechanism was made for another number of heads, or for shorter sequences."""
 
     @without_autocast
     def attention_matrix(

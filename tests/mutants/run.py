@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from core_mutants import CORE
+from linformer_mutants import LINFORMERS
 from model_mutants import MODELS
 from mutant import Mutant
 from native_mutants import NATIVE
@@ -20,7 +21,7 @@ from window_mutants import WINDOW
 
 from subquad.kernels.cpu import build, library
 
-MUTANTS = (*CORE, *MODELS, *NATIVE, *WINDOW)
+MUTANTS = (*CORE, *LINFORMERS, *MODELS, *NATIVE, *WINDOW)
 ROOT = Path(__file__).parent.parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full"]
 

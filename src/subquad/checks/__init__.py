@@ -122,6 +122,19 @@ def key_mask(op: str, mask: Tensor | None, k: Tensor) -> None:
         raise BackendError(f"{op}: key_mask must be on the device of k, got {mask.device} and {k.device}")
 
 
+def right_padding(op: str, mask: Tensor | None) -> None:
+    """No real token after a masked one."""
+    if mask is None:
+        return
+    late = mask[:, 1:] & ~mask[:, :-1]
+    if bool(late.any()):
+        sequence, position = late.nonzero()[0].tolist()
+        raise MaskError(
+            f"{op}: its projections are bound to positions, so key_mask may pad on the right only, but in sequence "
+            f"{sequence} token {position + 1} is real and the one before is masked; move the padding to the end"
+        )
+
+
 def rows(op: str, rows: Tensor | None, q: Tensor) -> None:
     if rows is None:
         return
@@ -225,7 +238,7 @@ def matrix(mechanism: Any, q: Tensor, k: Tensor, causal: bool, key_mask_: Tensor
 def extend(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, key_mask_: Tensor | None) -> None:
     qkv(mechanism.name, q, k, v)
     if not mechanism.supports_state:
-        raise ConfigError(f"{mechanism.name}: cannot extend a sequence, it has no state; use forward on the whole")
+        raise cannot_extend(mechanism.name)
     head_dim(mechanism.name, mechanism.head_dim, q)
     extend_lengths(mechanism.name, q, k)
     key_mask(mechanism.name, key_mask_, k)
@@ -235,11 +248,13 @@ def extend(mechanism: Any, q: Tensor, k: Tensor, v: Tensor, key_mask_: Tensor | 
 def _common(mechanism: Any, q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> None:
     head_dim(mechanism.name, mechanism.head_dim, q)
     if causal and not mechanism.supports_causal:
-        raise ConfigError(f"{mechanism.name}: cannot be causal, every output depends on all tokens; use causal=False")
+        raise ConfigError(f"{mechanism.name}: cannot be causal, {mechanism.why_not_causal}; use causal=False")
     causal_lengths(mechanism.name, causal, q, k)
     if mechanism.positional:
         self_attention(mechanism.name, q, k, mechanism.cross_attention_advice)
     key_mask(mechanism.name, mask, k)
+    if mechanism.mask_kinds == ("right",):
+        right_padding(mechanism.name, mask)
     mechanism.check_heads(q, k)
 
 
@@ -316,6 +331,10 @@ def needs(package: str, option: str) -> Iterator[None]:
 
 
 # Errors to raise ------------------------------------------------------------------------------------------------------
+
+
+def cannot_extend(op: str) -> ConfigError:
+    return ConfigError(f"{op}: cannot extend a sequence, it has no state; use forward on the whole")
 
 
 def odd_hyperbolic(num_features: int) -> ConfigError:

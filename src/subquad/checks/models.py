@@ -56,8 +56,17 @@ def can_be_causal(mechanisms: Sequence[Any]) -> None:
     for mechanism in mechanisms:
         if not mechanism.supports_causal:
             raise ConfigError(
-                f"SubquadForCausalLM: {mechanism.name} cannot be causal, every output depends on all tokens"
+                f"SubquadForCausalLM: {mechanism.name} cannot be causal, {mechanism.why_not_causal}; "
+                "use SubquadForMaskedLM (objective='masked') or another attention"
             )
+
+
+def same_in_all_layers(name: str, shape: Sequence[int], first: str, wanted: Sequence[int]) -> None:
+    if tuple(shape) != tuple(wanted):
+        raise ConfigError(
+            f"subquad model: {name} is to be {first}, but has the shape {list(shape)} instead of {list(wanted)}; "
+            "give all layers that share it the same attention_options"
+        )
 
 
 def one_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:

@@ -37,7 +37,7 @@ LogEvery = Annotated[int, _option("Steps between records.", RUN)]
 Seed = Annotated[int, _option("Of weights, features, order, crops and masks.", RUN)]
 Threads = Annotated[int | None, _option("Of torch; as many as there are cores unless given.", RUN)]
 Attention = Annotated[
-    str, _option("favor, softmax, linear or identity; or one for each layer: favor,favor,softmax.", MODEL)
+    str, _option("favor, softmax, linear, linformer or identity; or one for each layer: favor,favor,softmax.", MODEL)
 ]
 Options = Annotated[
     list[str] | None,

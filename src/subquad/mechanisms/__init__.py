@@ -8,6 +8,7 @@ from subquad.mechanism import Mechanism
 from subquad.mechanisms.favor import FavorAttention
 from subquad.mechanisms.identity import IdentityAttention
 from subquad.mechanisms.linear import LinearAttention
+from subquad.mechanisms.linformer import LinformerAttention
 from subquad.mechanisms.softmax import SoftmaxAttention
 from subquad.mechanisms.window import WindowAttention
 
@@ -16,8 +17,16 @@ MECHANISMS: tuple[type[Mechanism], ...] = (
     IdentityAttention,
     LinearAttention,
     FavorAttention,
+    LinformerAttention,
     WindowAttention,
 )
+
+
+def mechanism_class(name: str) -> type[Mechanism]:
+    """The class of the mechanism called `name`."""
+    by_name = {mechanism.name: mechanism for mechanism in MECHANISMS}
+    checks.mechanism_name(name, tuple(by_name))
+    return by_name[name]
 
 
 def attention(name: str, *, head_dim: int, **options: Any) -> Mechanism:
@@ -27,8 +36,7 @@ def attention(name: str, *, head_dim: int, **options: Any) -> Mechanism:
         >>> attention("favor", head_dim=64, num_features=128, near=32).name
         'favor'
     """
-    by_name = {mechanism.name: mechanism for mechanism in MECHANISMS}
-    checks.mechanism_name(name, tuple(by_name))
-    known = [option for option in inspect.signature(by_name[name]).parameters if option != "head_dim"]
+    made = mechanism_class(name)
+    known = [option for option in inspect.signature(made).parameters if option != "head_dim"]
     checks.option_names(name, options, known)
-    return by_name[name](head_dim=head_dim, **options)
+    return made(head_dim=head_dim, **options)

@@ -22,6 +22,8 @@ class SubquadConfig(PreTrainedConfig):
         num_key_value_heads: fewer than `num_attention_heads` for grouped-query attention; None for as many.
         positions: "rotary" (queries and keys are rotated before any feature map), "sinusoidal", "learned" (up to
             `max_position_embeddings`, an error beyond) or "none".
+        max_position_embeddings: the longest sequence, for learned positions and for attention bound to a length
+            (`max_length` of linformer).
         mlp: "gated" or "plain".
         causal: None lets the head decide: True for `SubquadForCausalLM`, False elsewhere.
         domain, image_shape: "protein", "text" or "image", and its shape; how to read and show tokens.

@@ -63,11 +63,30 @@ class SubquadModel(SubquadPreTrainedModel):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)
         self.gradient_checkpointing = False
+        self._tied_weights_keys = self._shared_between_layers()
         self.post_init()
 
     @property
     def blocks(self) -> list[Block]:
         return cast(list[Block], list(self.layers))
+
+    def _shared_between_layers(self) -> dict[str, str]:
+        """What mechanisms share: the name in each later layer, and that in the first, as transformers ties weights."""
+        first: dict[str, tuple[str, torch.Size]] = {}
+        tied = {}
+        for number, block in enumerate(self.blocks):
+            mechanism = block.attention.mechanism
+            for name in mechanism.shared_parameters:
+                path, shape = f"layers.{number}.attention.mechanism.{name}", getattr(mechanism, name).shape
+                source, wanted = first.setdefault(f"{mechanism.name}.{name}", (path, shape))
+                checks.same_in_all_layers(path, shape, source, wanted)
+                if source != path:
+                    tied[path] = source
+        return tied
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """transformers' hook, which would tie nothing without `tie_word_embeddings`."""
+        return super().get_expanded_tied_weights_keys(True) if all_submodels else dict(self._tied_weights_keys)
 
     def forward(
         self,
@@ -173,4 +192,5 @@ def _block(config: SubquadConfig, layer: int) -> Block:
         num_key_value_heads=config.key_heads,
         head_dim=config.head_dim,
         layer=layer,
+        max_length=config.max_position_embeddings,
     )

@@ -8,6 +8,7 @@ from subquad.checks import layers as checks
 from subquad.features.draws import derived_seed
 from subquad.mechanism import Mechanism, RandomFeatures, State
 from subquad.mechanisms import attention as make_mechanism
+from subquad.mechanisms import mechanism_class
 from subquad.nn.positions import Rotation
 
 
@@ -19,9 +20,18 @@ class Context(NamedTuple):
     rotation: Rotation | None = None
 
 
-def layer_mechanism(name: str, options: dict[str, Any], *, head_dim: int, key_heads: int, layer: int = 0) -> Mechanism:
+def layer_mechanism(
+    name: str,
+    options: dict[str, Any],
+    *,
+    head_dim: int,
+    key_heads: int,
+    layer: int = 0,
+    max_length: int | None = None,
+) -> Mechanism:
     """The mechanism `name` for one layer: random features differ between layers and between heads."""
     checks.no_head_dim(name, options)
+    options = mechanism_class(name).layer_options(options, key_heads=key_heads, max_length=max_length)
     mechanism = make_mechanism(name, head_dim=head_dim, **options)
     if not isinstance(mechanism, RandomFeatures) or mechanism.weight is None:
         return mechanism
@@ -41,6 +51,7 @@ class SelfAttention(nn.Module):
         attention: name of the mechanism; `options` are its own.
         num_key_value_heads: fewer key heads than query heads (GQA); None for as many.
         layer: index of the layer, so that layers draw different random features.
+        max_length: the longest sequence, for mechanisms bound to it whose options do not say.
 
     Example:
         >>> import torch
@@ -60,6 +71,7 @@ class SelfAttention(nn.Module):
         head_dim: int | None = None,
         bias: bool = False,
         layer: int = 0,
+        max_length: int | None = None,
     ) -> None:
         super().__init__()
         key_heads = num_heads if num_key_value_heads is None else num_key_value_heads
@@ -70,7 +82,12 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, key_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
         self.mechanism = layer_mechanism(
-            attention, options or {}, head_dim=self.head_dim, key_heads=key_heads, layer=layer
+            attention,
+            options or {},
+            head_dim=self.head_dim,
+            key_heads=key_heads,
+            layer=layer,
+            max_length=max_length,
         )
 
     def forward(self, x: Tensor, context: Context) -> Tensor:

@@ -51,15 +51,19 @@ def masked_forward_equals_reference(mechanism: Mechanism) -> None:
 
 
 def gradients_equal_reference(mechanism: Mechanism) -> None:
+    """Of q, k, v, and of what the mechanism learns."""
+    mechanism = copy.deepcopy(mechanism).double()  # as exact as the inputs; random features stay what they are
+    parameters = dict(mechanism.named_parameters())
     for length, kind in ((33, None), (40, "right"), (40, "left"), (40, "holes")):
         if kind is not None and kind not in mask_kinds(mechanism):
             continue
         mask = None if kind is None else make_mask(length, kind)
         for causal in directions(mechanism):
             inputs = make_inputs(mechanism, length, batch=3).leaves()
-            want = gradients(mechanism.reference(*inputs, causal=causal, key_mask=mask), inputs)
-            got = gradients(mechanism(*inputs, causal=causal, key_mask=mask), inputs)
-            for name, g, w in zip("qkv", got, want, strict=True):
+            leaves = (*inputs, *parameters.values())
+            want = gradients(mechanism.reference(*inputs, causal=causal, key_mask=mask), leaves)
+            got = gradients(mechanism(*inputs, causal=causal, key_mask=mask), leaves)
+            for name, g, w in zip([*"qkv", *parameters], got, want, strict=True):
                 assert_close(g, w, exact(mechanism), f"gradient of {name}, {kind} padding, causal={causal}")
 
 
@@ -111,7 +115,7 @@ def attention_matrix_is_the_definition(mechanism: Mechanism) -> None:
 
 
 def mask_kinds(mechanism: Mechanism) -> tuple[str, ...]:
-    return getattr(mechanism, "mask_kinds", ("right", "left", "holes"))
+    return mechanism.mask_kinds
 
 
 def padding_changes_nothing(mechanism: Mechanism) -> None:
@@ -430,8 +434,8 @@ def modules_can_be_copied_and_saved(mechanism: Mechanism) -> None:
     torch.save(mechanism.state_dict(), file)
     file.seek(0)
     loaded = copy.deepcopy(mechanism)
-    for buffer in loaded.buffers():
-        buffer.fill_(0.5)
+    for tensor in (*loaded.buffers(), *loaded.parameters()):
+        tensor.detach().fill_(0.5)
     loaded.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(loaded(*inputs), want), "a saved and loaded copy differs"
 

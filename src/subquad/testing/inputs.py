@@ -1,5 +1,6 @@
 """Inputs for the contract suite, and the measures it judges by."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,7 +85,7 @@ def assert_close(got: Tensor, want: Tensor, tolerance: float, what: str = "resul
     assert error <= tolerance, f"{what}: relative error {error:.1e} is above {tolerance:.0e}"
 
 
-def gradients(out: Tensor, inputs: Inputs, seed: int = 7) -> tuple[Tensor, ...]:
+def gradients(out: Tensor, inputs: Sequence[Tensor], seed: int = 7) -> tuple[Tensor, ...]:
     """Gradients of a random linear functional of `out`; zeros for what it does not depend on."""
     generator = torch.Generator().manual_seed(seed)
     direction = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
