@@ -34,7 +34,8 @@ LAYERS = (
 )
 
 PUBLIC = {
-    "MECHANISMS FavorAttention FeatureMap IdentityAttention LinearAttention Mechanism SoftmaxAttention State "
+    "MECHANISMS ClusterAttention FavorAttention FeatureMap IdentityAttention LinearAttention LshAttention Mechanism "
+    "SoftmaxAttention State "
     "SubquadError attention draw_feature_map errors features functional reorder_state state_bytes"
 }
 

@@ -10,6 +10,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from buckets_mutants import BUCKETS
 from core_mutants import CORE
 from model_mutants import MODELS
 from mutant import Mutant
@@ -19,7 +20,7 @@ from rich.progress import Progress
 
 from subquad.kernels.cpu import build, library
 
-MUTANTS = (*CORE, *MODELS, *NATIVE)
+MUTANTS = (*CORE, *MODELS, *NATIVE, *BUCKETS)
 ROOT = Path(__file__).parent.parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full"]
 

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 PAIRS_AT_ONCE = 1 << 19
-UNLIMITED = 1 << 30
-ABSENT_QUERY, ABSENT_KEY = -(1 << 29), 1 << 29  # labels of what is not there: their difference is in no range
+UNLIMITED = 1 << 28  # more than any place or code
+ABSENT_QUERY, ABSENT_KEY = -(1 << 29), 1 << 29  # labels of what is not there: their difference is below every range
 
 
 class Pairs(NamedTuple):
     """Tiles, blocks and labels.
 
-    blocks: int64 `[N, W]`, the key blocks that a tile meets; J stands for none.
+    blocks: int64 `[N, W]`, the key blocks that a tile meets; J stands for none. Columns of J at the end cost nothing
+        where tiles next to each other have them, so tiles are best sorted by how many blocks they meet.
     q_place: int32 `[N, C]`, k_place `[J, E]`; or `[C]` and `[W * E]` where all tiles look alike (then no codes).
     q_code: int32 `[N, C, R]`, k_code `[J, E, R]` for R rounds, or None.
     """
@@ -34,7 +35,9 @@ class Pairs(NamedTuple):
 class Rule(NamedTuple):
     """A pair counts if query minus key lies between the bounds, both included: of places, and of codes in `round`.
 
-    A pair that meets in several rounds weighs one part in each of them, so that together they count it once.
+    A pair that meets in several rounds counts in the first of them: codes of rounds before `round` must lie outside
+    the bounds, later ones are not looked at. Where all pairs of a tile and its blocks meet in `round` anyway, the
+    codes of earlier rounds are enough.
     """
 
     place_low: int = -UNLIMITED
@@ -78,7 +81,7 @@ def backward(
     log_sum = log_sum.masked_fill(log_sum == -torch.inf, torch.inf)[..., None]
     shift = (grad_log_sum - (grad_out * out).sum(-1))[..., None]
     for tile in _tiles(inputs, pairs, rule, scale):
-        rows, blocks = tile.rows, pairs.blocks[tile.rows].flatten()
+        rows, blocks = tile.rows, tile.blocks.flatten()
         weights, grad = tile.logits.sub_(log_sum[rows]).exp_(), grad_out[rows]
         of_v.index_add_(0, blocks, (weights.mT @ grad).view(-1, *v.shape[1:]))
         of_logits = (grad @ tile.v.mT).add_(shift[rows]).mul_(weights).mul_(scale)
@@ -88,9 +91,10 @@ def backward(
 
 
 class _Tile(NamedTuple):
-    """Some tiles and the keys they meet: logits `[n, C, W * E]`, -inf for pairs that do not count."""
+    """Some tiles and the blocks they meet `[n, W]`: logits `[n, C, W * E]`, -inf for pairs that do not count."""
 
     rows: slice
+    blocks: Tensor
     k: Tensor
     v: Tensor
     logits: Tensor
@@ -100,18 +104,33 @@ def _tiles(inputs: Inputs, pairs: Pairs, rule: Rule, scale: float) -> Iterator[_
     q, k, v = inputs
     step = max(1, PAIRS_AT_ONCE // (q.shape[1] * pairs.blocks.shape[1] * k.shape[1]))
     labels = _with_nobody(pairs)
-    alike = _log_weights(labels, rule, slice(None), q.dtype) if _all_alike(pairs) else None
+    alike = _bias(_hidden(labels, rule, slice(None), pairs.blocks), q.dtype) if _all_alike(pairs) else None
     for start in range(0, q.shape[0], step):
         rows = slice(start, start + step)
-        blocks = pairs.blocks[rows]
-        somebody = blocks.clamp(max=k.shape[0] - 1)
-        keys, values = k[somebody].flatten(1, 2), v[somebody].flatten(1, 2)
-        bias = _log_weights(labels, rule, rows, q.dtype) if alike is None else alike
-        logits = torch.baddbmm(bias.expand(keys.shape[0], -1, -1), q[rows], keys.mT, alpha=scale)
-        if alike is not None and bool((blocks == k.shape[0]).any()):
-            absent = (blocks == k.shape[0])[:, None, :, None]
-            logits.view(*logits.shape[:2], -1, k.shape[1]).masked_fill_(absent, -torch.inf)
-        yield _Tile(rows, keys, values, logits)
+        blocks = pairs.blocks[rows] if alike is not None else _without_nobody(pairs.blocks[rows], k.shape[0])
+        keys, values = _gather(k, blocks), _gather(v, blocks)
+        if alike is None:
+            logits = torch.baddbmm(q.new_zeros(1), q[rows], keys.mT, beta=0, alpha=scale)
+            logits.masked_fill_(_hidden(labels, rule, rows, blocks), -torch.inf)
+        else:
+            logits = torch.baddbmm(alike.expand(keys.shape[0], -1, -1), q[rows], keys.mT, alpha=scale)
+            if bool((blocks == k.shape[0]).any()):
+                absent = (blocks == k.shape[0])[:, None, :, None]
+                logits.view(*logits.shape[:2], -1, k.shape[1]).masked_fill_(absent, -torch.inf)
+        yield _Tile(rows, blocks, keys, values, logits)
+
+
+def _gather(x: Tensor, blocks: Tensor) -> Tensor:
+    """Blocks of x `[J, E, D]` side by side, `[n, W * E, D]`; any of them for one that is nobody's."""
+    somebody = blocks.clamp(max=x.shape[0] - 1).flatten()
+    return x.index_select(0, somebody).view(blocks.shape[0], -1, x.shape[2])
+
+
+def _without_nobody(blocks: Tensor, nobody: int) -> Tensor:
+    """blocks `[n, W]` without the columns at the end that hold nobody's; one is always left."""
+    used = (blocks != nobody).any(0).tolist()
+    width = max([w + 1 for w, some in enumerate(used) if some], default=1)
+    return blocks[:, :width]
 
 
 def _all_alike(pairs: Pairs) -> bool:
@@ -133,29 +152,36 @@ def _with_nobody(pairs: Pairs) -> Pairs:
     return pairs._replace(k_place=k_place, k_code=extended(pairs.k_code))
 
 
-def _log_weights(pairs: Pairs, rule: Rule, rows: slice, dtype: torch.dtype) -> Tensor:
-    """`[n, C, W * E]`: 0, or minus the logarithm of the rounds in which a pair meets; -inf where it does not count."""
-    blocks = pairs.blocks[rows]
+def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
+
+def _hidden(pairs: Pairs, rule: Rule, rows: slice, blocks: Tensor) -> Tensor:
+    """`[n, C, W * E]`: pairs that do not count. One pass of a byte per pair and comparison: this is in the hot loop."""
     if _all_alike(pairs):
-        apart = pairs.q_place[None, :, None] - pairs.k_place
+        q_place, k_place = pairs.q_place[None, :, None], pairs.k_place[None, None]
     else:
-        apart = pairs.q_place[rows, :, None] - pairs.k_place[blocks].flatten(1, 2)[:, None]
-    counts = (apart >= rule.place_low) & (apart <= rule.place_high)
-    if rule.skip_self:
-        counts &= apart != 0
+        q_place, k_place = pairs.q_place[rows, :, None], pairs.k_place[blocks].flatten(1, 2)[:, None]
+    hidden = _outside(q_place, k_place, rule.place_low, rule.place_high)
+    if rule.skip_self and rule.place_low <= 0:
+        hidden |= q_place == k_place
     if pairs.q_code is None or pairs.k_code is None:
-        return torch.where(counts, 0.0, -torch.inf).to(dtype)
-    q_code, k_code = pairs.q_code[rows], pairs.k_code[blocks].flatten(1, 2)
-    meetings = torch.zeros_like(apart, dtype=torch.int8)
-    for r in range(q_code.shape[2]):
-        apart = q_code[:, :, None, r] - k_code[:, None, :, r]
-        meets = (apart >= rule.code_low) & (apart <= rule.code_high)
-        meetings += meets
-        if r == rule.round:
-            counts &= meets
-    if q_code.shape[2] == 1:
-        return torch.where(counts, 0.0, -torch.inf).to(dtype)
-    return (-meetings.to(dtype).log_()).masked_fill_(~counts, -torch.inf)
+        return hidden
+    q_code, k_code = pairs.q_code[rows, :, None], pairs.k_code[blocks].flatten(1, 2)[:, None]
+    for r in range(min(rule.round + 1, q_code.shape[-1])):
+        outside = _outside(q_code[..., r], k_code[..., r], rule.code_low, rule.code_high)
+        hidden |= outside if r == rule.round else outside.logical_not_()
+    return hidden
+
+
+def _outside(q: Tensor, k: Tensor, low: int, high: int) -> Tensor:
+    """Whether query minus key is out of bounds; what is absent is below them."""
+    if low == high:
+        return q - low != k
+    outside = q - low < k
+    if high < UNLIMITED:
+        outside |= q - high > k
+    return outside
 
 
 def merge(outs: list[Tensor], log_sums: list[Tensor]) -> Tensor:

@@ -5,12 +5,17 @@ from typing import Any
 
 from subquad import checks
 from subquad.mechanism import Mechanism
+from subquad.mechanisms.cluster import ClusterAttention
 from subquad.mechanisms.favor import FavorAttention
 from subquad.mechanisms.identity import IdentityAttention
 from subquad.mechanisms.linear import LinearAttention
+from subquad.mechanisms.lsh import LshAttention
 from subquad.mechanisms.softmax import SoftmaxAttention
 
-MECHANISMS: tuple[type[Mechanism], ...] = (SoftmaxAttention, IdentityAttention, LinearAttention, FavorAttention)
+MECHANISMS: tuple[type[Mechanism], ...] = (
+    *(SoftmaxAttention, IdentityAttention, LinearAttention, FavorAttention),
+    *(LshAttention, ClusterAttention),
+)
 
 
 def attention(name: str, *, head_dim: int, **options: Any) -> Mechanism:
