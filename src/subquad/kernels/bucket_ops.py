@@ -2,17 +2,15 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from subquad import checks
 from subquad.kernels import buckets
 from subquad.kernels.buckets import Options, Problem
 from subquad.kernels.ops import grad_or_zeros, make_operator, refuse_double_backward
+from subquad.kernels.sparse import log_dtype
 
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor q_code, Tensor k_code, int bucket_size, bool causal, float scale, int tile"
-)
+_ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor q_code, Tensor k_code, bool causal, float scale, int tile"
 _TENSORS = 5
 
 
@@ -34,8 +32,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     q, _, v = args[:3]
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=dtype)
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=log_dtype(q))
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:

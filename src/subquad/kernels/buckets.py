@@ -16,9 +16,8 @@ from subquad.kernels.sparse import ABSENT_KEY, ABSENT_QUERY, Inputs, Pairs, Rule
 
 
 class Options(NamedTuple):
-    """bucket_size: keys per code at most. tile: queries done together; speed only."""
+    """tile: queries, and keys, that are done together; speed only."""
 
-    bucket_size: int
     causal: bool
     scale: float
     tile: int
@@ -61,7 +60,7 @@ class Problem:
 
     def round(self, r: int) -> _Round:
         options = self.options
-        blocks = group(self.k_code[r], options.bucket_size)
+        blocks = group(self.k_code[r], options.tile)
         tiles, met = meetings(group(self.q_code[r], options.tile), blocks, 1, 0 if options.causal else 1)
         place = torch.arange(self.shape[2], dtype=torch.int32, device=self.q.device)
         pairs = Pairs(
@@ -91,7 +90,7 @@ class Problem:
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """Output `[rows, Dv]` and log-normaliser `[rows]`; zeros and -inf for masked queries."""
     p = problem
-    log_sum = p.own_logits()
+    log_sum = p.own_logits().to(sparse.log_dtype(p.q))
     out = p.by_key_head(p.v).expand(-1, -1, p.groups, -1, -1).reshape(len(p.q), -1)
     out = out.masked_fill(~p.real[:, None], 0)
     for r in range(p.rounds):
@@ -99,7 +98,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
         part, part_log = sparse.forward(this.inputs(p.q, p.k, p.v), this.pairs, this.rule, p.options.scale)
         part, part_log = this.tiles.scatter(part), this.tiles.scatter(part_log, -torch.inf)
         both = torch.logaddexp(log_sum, part_log)
-        share = (part_log - both.masked_fill(both == -torch.inf, 0)).exp_()
+        share = (part_log - both.masked_fill(both == -torch.inf, 0)).exp_().to(out.dtype)
         out, log_sum = out.lerp_(part, share[:, None]), both
     return out, log_sum
 
@@ -107,7 +106,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
 def backward(problem: Problem, out: Tensor, log_sum: Tensor, grad: Tensor) -> Inputs:
     """Gradients of q, k and v as rows, from the output, its log-normaliser and its gradient."""
     p, scale = problem, problem.options.scale
-    shift = -(grad * out).sum(-1)
+    shift, log_sum = -(grad * out).sum(-1), log_sum.to(p.dtype)
     weight = (p.own_logits() - log_sum.masked_fill(~p.real, 0)).exp_()[:, None]
     v = p.by_key_head(p.v).expand(-1, -1, p.groups, -1, -1).reshape(len(p.q), -1)
     of_logit = p.by_group(weight * ((grad * v).sum(-1) + shift)[:, None] * scale)

@@ -48,14 +48,14 @@ def group(codes: Tensor, size: int) -> Groups:
 
 
 def meetings(tiles: Groups, blocks: Groups, before: int, after: int) -> tuple[Groups, Tensor]:
-    """The tiles, sorted by how many blocks they meet, and these `[N, before + 1 + after]`, then the count for none.
+    """The tiles, sorted by how many blocks they meet, and these `[N, W]`; at the end of a row the count, for none.
 
-    A tile meets the blocks whose codes differ from its own by at most `before` and `after`.
+    A tile meets the blocks whose codes differ from its own by at most `before` and `after`: they stand side by side.
     """
-    wanted = tiles.codes[:, None] + torch.arange(-before, after + 1, device=tiles.codes.device)
     none = len(blocks.codes)
-    index = torch.searchsorted(blocks.codes, wanted)
-    found = blocks.codes[index.clamp(max=none - 1)] == wanted
-    met = torch.where(found, index, none).sort(-1).values
-    order = (met < none).sum(-1).argsort(stable=True)
+    first = torch.searchsorted(blocks.codes, tiles.codes - before)
+    count = torch.searchsorted(blocks.codes, tiles.codes + after, right=True) - first
+    order = count.argsort(stable=True)
+    place = torch.arange(max(1, int(count.max())), device=count.device)
+    met = torch.where(place < count[:, None], first[:, None] + place, none)
     return tiles._replace(codes=tiles.codes[order], tokens=tiles.tokens[order]), met[order]

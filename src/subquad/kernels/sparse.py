@@ -56,17 +56,22 @@ class Inputs(NamedTuple):
     v: Tensor
 
 
+def log_dtype(q: Tensor) -> torch.dtype:
+    """Of log-normalisers: next to a logit of 1e4, float32 has no digits left for the logarithm of a sum."""
+    return torch.float32 if q.device.type == "mps" and q.dtype != torch.float64 else torch.float64
+
+
 def forward(inputs: Inputs, pairs: Pairs, rule: Rule, scale: float) -> tuple[Tensor, Tensor]:
     """Output `[N, C, Dv]` and log-normaliser `[N, C]`; zeros and -inf for a row that sees no key."""
     q, _, v = inputs
-    out, log_sum = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2])
+    out, log_sum = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=log_dtype(q))
     for tile in _tiles(inputs, pairs, rule, scale):
         top = tile.logits.amax(-1, keepdim=True)
         top.masked_fill_(top == -torch.inf, 0)
         weights = tile.logits.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
         out[tile.rows] = weights @ tile.v / torch.where(total > 0, total, 1)
-        log_sum[tile.rows] = (top + total.log()).squeeze(-1)
+        log_sum[tile.rows] = (top.to(log_sum.dtype) + total.log()).squeeze(-1)
     return out, log_sum
 
 
@@ -78,8 +83,8 @@ def backward(
     grad_out, grad_log_sum = grads
     of_q = torch.empty_like(q)
     of_k, of_v = (x.new_zeros(x.shape[0] + 1, *x.shape[1:]) for x in (k, v))  # the last block is nobody's
-    log_sum = log_sum.masked_fill(log_sum == -torch.inf, torch.inf)[..., None]
-    shift = (grad_log_sum - (grad_out * out).sum(-1))[..., None]
+    log_sum = log_sum.masked_fill(log_sum == -torch.inf, torch.inf)[..., None].to(q.dtype)
+    shift = (grad_log_sum.to(q.dtype) - (grad_out * out).sum(-1))[..., None]
     for tile in _tiles(inputs, pairs, rule, scale):
         rows, blocks = tile.rows, tile.blocks.flatten()
         weights, grad = tile.logits.sub_(log_sum[rows]).exp_(), grad_out[rows]
@@ -192,5 +197,5 @@ def merge(outs: list[Tensor], log_sums: list[Tensor]) -> Tensor:
     top = log_sum.detach().amax(0)
     shares = (log_sum - top.masked_fill(top == -torch.inf, 0)).exp()
     total = shares.sum(0)
-    shares = shares / torch.where(total > 0, total, 1)
+    shares = (shares / torch.where(total > 0, total, 1)).to(outs[0].dtype)
     return sum((share[..., None] * out for share, out in zip(shares, outs, strict=True)), torch.zeros_like(outs[0]))

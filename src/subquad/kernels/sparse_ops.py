@@ -32,7 +32,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     q, _, v = args[:3]
-    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2])
+    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=sparse.log_dtype(q))
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:

@@ -22,6 +22,7 @@ from subquad.mechanisms.bucket_state import BucketState
 from subquad.mechanisms.census import Census
 
 PRODUCTS_AT_ONCE = 1 << 22
+TILE = 32  # small enough not to be half empty, large enough for a matrix product
 
 
 def attend_in_buckets(
@@ -40,7 +41,7 @@ def attend_in_buckets(
     """q_bucket int64 `[R, B, H, T]`, k_bucket `[R, B, K, T]`; what masked tokens hold must be finite."""
     census = Census.of(k_bucket, key_mask, num_buckets)
     codes = (census.codes(bucket, bucket_size, key_mask) for bucket in (q_bucket, k_bucket))
-    return bucket_attention(q, k, v, *codes, options=Options(bucket_size, causal, scale, tile=bucket_size))
+    return bucket_attention(q, k, v, *codes, options=Options(causal, scale, min(bucket_size, TILE)))
 
 
 def without_masked(key_mask: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
