@@ -23,15 +23,15 @@ BUCKETS = (
     Mutant(
         "buckets: the own token is counted by its bucket too",
         KERNEL,
-        'bounds = {"place_low": 1} if options.causal else {"skip_self": True}',
-        'bounds = {"place_low": 0} if options.causal else {}',
+        "code_high=1, round=r, skip_self=True)",
+        "code_high=1, round=r)",
         buckets("cluster and forward_equals_reference"),
     ),
     Mutant(
         "buckets: a query looks ahead within its block",
         KERNEL,
-        'bounds = {"place_low": 1} if options.causal else {"skip_self": True}',
-        'bounds = {"skip_self": True}',
+        "low, code_low = (1, 0) if options.causal else (-UNLIMITED, -1)",
+        "low, code_low = (-UNLIMITED, 0) if options.causal else (-UNLIMITED, -1)",
         buckets("lsh and causal_means_causal"),
     ),
     Mutant(

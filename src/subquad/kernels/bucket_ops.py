@@ -21,7 +21,8 @@ def bucket_attention(q: Tensor, k: Tensor, v: Tensor, q_code: Tensor, k_code: Te
 
 
 def _problem(*args: Any) -> Problem:
-    return Problem(*args[:_TENSORS], Options(*args[_TENSORS:]))
+    q, k, v, q_code, k_code, *options = args
+    return Problem(q, k, v, q_code, k_code, Options(*options))
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from subquad.kernels import sparse
 from subquad.kernels.groups import Groups, group, meetings
-from subquad.kernels.sparse import ABSENT_KEY, ABSENT_QUERY, Inputs, Pairs, Rule
+from subquad.kernels.sparse import ABSENT_KEY, ABSENT_QUERY, UNLIMITED, Inputs, Pairs, Rule
 
 
 class Options(NamedTuple):
@@ -70,8 +70,8 @@ class Problem:
             tiles.labels(self.q_labels[:, :r], ABSENT_QUERY) if r else None,
             blocks.labels(self.k_labels[:, :r], ABSENT_KEY) if r else None,
         )
-        bounds = {"place_low": 1} if options.causal else {"skip_self": True}
-        return _Round(tiles, blocks, pairs, Rule(code_low=0 if options.causal else -1, code_high=1, round=r, **bounds))
+        low, code_low = (1, 0) if options.causal else (-UNLIMITED, -1)  # the own token is a part of its own
+        return _Round(tiles, blocks, pairs, Rule(low, code_low=code_low, code_high=1, round=r, skip_self=True))
 
     def by_group(self, x: Tensor) -> Tensor:
         """Rows of query heads, `[B, K, heads of a group, T, ...]`."""
@@ -83,14 +83,15 @@ class Problem:
 
     def own_logits(self) -> Tensor:
         """Of each query with its own token, `[rows]`; -inf for masked ones."""
-        logits = (self.by_group(self.q) * self.by_key_head(self.k)).sum(-1).flatten() * self.options.scale
+        products = self.by_group(self.q) * self.by_key_head(self.k)
+        logits = products.sum(-1, dtype=sparse.log_dtype(self.q)).flatten() * self.options.scale
         return logits.masked_fill_(~self.real, -torch.inf)
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """Output `[rows, Dv]` and log-normaliser `[rows]`; zeros and -inf for masked queries."""
     p = problem
-    log_sum = p.own_logits().to(sparse.log_dtype(p.q))
+    log_sum = p.own_logits()
     out = p.by_key_head(p.v).expand(-1, -1, p.groups, -1, -1).reshape(len(p.q), -1)
     out = out.masked_fill(~p.real[:, None], 0)
     for r in range(p.rounds):
@@ -106,8 +107,8 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
 def backward(problem: Problem, out: Tensor, log_sum: Tensor, grad: Tensor) -> Inputs:
     """Gradients of q, k and v as rows, from the output, its log-normaliser and its gradient."""
     p, scale = problem, problem.options.scale
-    shift, log_sum = -(grad * out).sum(-1), log_sum.to(p.dtype)
-    weight = (p.own_logits() - log_sum.masked_fill(~p.real, 0)).exp_()[:, None]
+    shift = -(grad * out).sum(-1)
+    weight = (p.own_logits() - log_sum.masked_fill(~p.real, 0)).exp_().to(p.dtype)[:, None]
     v = p.by_key_head(p.v).expand(-1, -1, p.groups, -1, -1).reshape(len(p.q), -1)
     of_logit = p.by_group(weight * ((grad * v).sum(-1) + shift)[:, None] * scale)
     of_q = (of_logit * p.by_key_head(p.k)).reshape(p.q.shape)

@@ -7,26 +7,26 @@ from torch import Tensor
 
 
 class Groups(NamedTuple):
-    """codes int64 `[N]`, ascending unless reordered. tokens int64 `[N, size]`: who stands where, `count` for nobody."""
+    """codes int64 `[N]`, ascending unless reordered. tokens int64 `[N, size]`: who stands where, `total` for nobody."""
 
     codes: Tensor
     tokens: Tensor
-    count: int
+    total: int
 
     def gather(self, x: Tensor) -> Tensor:
-        """x `[count, ...]` in groups, `[N, size, ...]`; anything where nobody stands."""
-        who = self.tokens.flatten().clamp(max=self.count - 1)
+        """x `[total, ...]` in groups, `[N, size, ...]`; anything where nobody stands."""
+        who = self.tokens.flatten().clamp(max=self.total - 1)
         return x.index_select(0, who).view(*self.tokens.shape, *x.shape[1:])
 
     def labels(self, x: Tensor, absent: int) -> Tensor:
-        """Whole numbers x `[count, ...]` in groups, `absent` where nobody stands."""
-        nobody = self.tokens == self.count
+        """Whole numbers x `[total, ...]` in groups, `absent` where nobody stands."""
+        nobody = self.tokens == self.total
         return self.gather(x).masked_fill_(nobody.view(*nobody.shape, *[1] * (x.dim() - 1)), absent)
 
     def scatter(self, x: Tensor, nowhere: float = 0.0) -> Tensor:
-        """x `[N, size, ...]` token by token, `[count, ...]`; `nowhere` for tokens that are in no group."""
+        """x `[N, size, ...]` token by token, `[total, ...]`; `nowhere` for tokens that are in no group."""
         places = self.tokens.numel()
-        place = self.tokens.new_full((self.count + 1,), places)
+        place = self.tokens.new_full((self.total + 1,), places)
         place[self.tokens.flatten()] = torch.arange(places, device=place.device)
         place = place[:-1]
         out = x.flatten(0, 1).index_select(0, place.clamp(max=places - 1))

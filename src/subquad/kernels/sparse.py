@@ -113,12 +113,12 @@ def _tiles(inputs: Inputs, pairs: Pairs, rule: Rule, scale: float) -> Iterator[_
     for start in range(0, q.shape[0], step):
         rows = slice(start, start + step)
         blocks = pairs.blocks[rows] if alike is not None else _without_nobody(pairs.blocks[rows], k.shape[0])
-        keys, values = _gather(k, blocks), _gather(v, blocks)
+        queries, keys, values = q[rows] * scale, _gather(k, blocks), _gather(v, blocks)
         if alike is None:
-            logits = torch.baddbmm(q.new_zeros(1), q[rows], keys.mT, beta=0, alpha=scale)
+            logits = queries @ keys.mT
             logits.masked_fill_(_hidden(labels, rule, rows, blocks), -torch.inf)
         else:
-            logits = torch.baddbmm(alike.expand(keys.shape[0], -1, -1), q[rows], keys.mT, alpha=scale)
+            logits = torch.baddbmm(alike.expand(keys.shape[0], -1, -1), queries, keys.mT)
             if bool((blocks == k.shape[0]).any()):
                 absent = (blocks == k.shape[0])[:, None, :, None]
                 logits.view(*logits.shape[:2], -1, k.shape[1]).masked_fill_(absent, -torch.inf)

@@ -20,12 +20,12 @@ ABSENT = -2 * GAP
 class BucketState(NamedTuple):
     """Constant in size. R rounds, N buckets, E bucket size.
 
-    count `[B, K, R, N]`: real keys so far, the tail's included. ring_k, ring_v `[B, K, R, N * 2E, ..]`, ring_name
+    counts `[B, K, R, N]`: real keys so far, the tail's included. ring_k, ring_v `[B, K, R, N * 2E, ..]`, ring_name
     `[B, K, R, N * 2E, R]`: the last two blocks of each bucket, and the names of their keys in every round. waiting
     `[B]`: tokens in the tail. tail_k, tail_v `[B, K, 2E, ..]`, tail_name `[B, K, 2E, R]`: the newest tokens.
     """
 
-    count: Tensor
+    counts: Tensor
     ring_k: Tensor
     ring_v: Tensor
     ring_name: Tensor
@@ -58,10 +58,10 @@ def shapes(sizes: Sizes, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], ...]:
 
 
 def empty(sizes: Sizes, k: Tensor, v: Tensor) -> BucketState:
-    count, ring_k, ring_v, ring_name, waiting, tail_k, tail_v, tail_name = shapes(sizes, k, v)
+    counts, ring_k, ring_v, ring_name, waiting, tail_k, tail_v, tail_name = shapes(sizes, k, v)
     zeros = {shape: k.new_zeros(shape) for shape in (ring_k, ring_v, tail_k, tail_v)}
     return BucketState(
-        k.new_zeros(count, dtype=torch.int64),
+        k.new_zeros(counts, dtype=torch.int64),
         *(zeros[ring_k], zeros[ring_v], k.new_full(ring_name, ABSENT, dtype=torch.int64)),
         k.new_zeros(waiting, dtype=torch.int64),
         *(zeros[tail_k], zeros[tail_v], k.new_full(tail_name, ABSENT, dtype=torch.int64)),
@@ -74,13 +74,13 @@ def remember(
     """The state after any number of tokens, none of them waiting. bucket `[R, B, K, T]`."""
     census = Census.of(bucket, real, sizes.num_buckets)
     names = _names(sizes, state, census, bucket, real)
-    state = state._replace(count=state.count + census.counts.permute(1, 2, 0, 3))
+    state = state._replace(counts=state.counts + census.counts.permute(1, 2, 0, 3))
     return _write(sizes, state, k, v, names)
 
 
 def _names(sizes: Sizes, state: BucketState, census: Census, bucket: Tensor, real: Tensor | None) -> Tensor:
     """`[B, K, T, R]`: bucket and number of new keys in each round."""
-    before = census.before(bucket) + census.of_bucket(state.count.permute(2, 0, 1, 3), bucket)
+    before = census.before(bucket) + census.of_bucket(state.counts.permute(2, 0, 1, 3), bucket)
     names = (bucket * GAP + before).permute(1, 2, 3, 0)
     return names if real is None else names.masked_fill(~real[:, None, :, None], ABSENT)
 
@@ -90,7 +90,7 @@ def _write(sizes: Sizes, state: BucketState, k: Tensor, v: Tensor, names: Tensor
     batch, heads, _, rounds = names.shape
     by_round = names.permute(0, 1, 3, 2)  # [B, K, R, T]
     bucket, number = (by_round // GAP).clamp(min=0), by_round % GAP
-    lasts = (by_round >= 0) & (number >= state.count.gather(3, bucket) - sizes.ring)
+    lasts = (by_round >= 0) & (number >= state.counts.gather(3, bucket) - sizes.ring)
     ring = torch.arange(batch * heads * rounds, device=k.device).view(batch, heads, rounds, 1)
     place = (ring * sizes.num_buckets + bucket) * sizes.ring + number % sizes.ring
     place = place[lasts]
@@ -120,10 +120,10 @@ def extend(
         q_bucket, k_bucket = (b[..., piece] for b in bucket)
         real = None if key_mask is None else key_mask[:, piece]
         census = Census.of(k_bucket, real, sizes.num_buckets)
-        before = census.before(q_bucket) + census.of_bucket(state.count.permute(2, 0, 1, 3), q_bucket)
+        before = census.before(q_bucket) + census.of_bucket(state.counts.permute(2, 0, 1, 3), q_bucket)
         own_block = q_bucket * GAP + before // sizes.bucket_size * sizes.bucket_size
         state = _append(sizes, state, k, v, _names(sizes, state, census, k_bucket, real))
-        state = state._replace(count=state.count + census.counts.permute(1, 2, 0, 3))
+        state = state._replace(counts=state.counts + census.counts.permute(1, 2, 0, 3))
         out = _attend(sizes, scale, q, own_block, state)
         outs.append(out if real is None else out.masked_fill(~real[:, None, :, None], 0))
     return torch.cat(outs, 2), state

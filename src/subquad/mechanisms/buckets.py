@@ -77,6 +77,7 @@ def visible_pairs(q_bucket: Tensor, k_bucket: Tensor, q_index: Tensor, k_index: 
 class BucketMechanism(RandomFeatures, Mechanism):
     """Attention within buckets; a subclass says which."""
 
+    float32_floor = 1e-5  # sums of products near 1e4 round to 1e-3 by their order, and a query may see two keys only
     num_buckets: int
     bucket_size: int
     rounds: int
