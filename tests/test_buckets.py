@@ -241,17 +241,23 @@ def test_pairs_at_once_are_a_matter_of_speed(
 
 @pytest.mark.full
 @pytest.mark.compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @both
 def test_compiled(make_mechanism: Callable[[], Any]) -> None:
     mechanism = make_mechanism()
-    inputs = make_inputs(mechanism, 30).leaves()
-    compiled = torch.compile(mechanism, fullgraph=True)
-    for causal in (False, True):
-        got, want = compiled(*inputs, causal=causal), mechanism(*inputs, causal=causal)
-        assert_close(got, want, 1e-10)
-        grads = (torch.autograd.grad(out.square().sum(), inputs) for out in (got, want))
-        for g, w in zip(*grads, strict=True):
-            assert_close(g, w, 1e-10)
+    compiled, step = torch.compile(mechanism, fullgraph=True), torch.compile(mechanism.extend)
+    for length in (9, 17, 33):  # the second length makes it dynamic
+        inputs = make_inputs(mechanism, length).leaves()
+        got, want = compiled(*inputs, causal=True), mechanism(*inputs, causal=True)
+        assert_close(got, want, 1e-12, f"length {length}")
+        for g, w in zip(*(torch.autograd.grad(out.square().sum(), inputs) for out in (got, want)), strict=True):
+            assert_close(g, w, 1e-12, f"gradient, length {length}")
+    inputs = make_inputs(mechanism, 33)
+    want = mechanism(*inputs, causal=True)
+    _, state = mechanism.extend(*inputs.tokens(0, 29))
+    for t in range(29, 33):
+        out, state = step(*inputs.tokens(t, t + 1), state)
+        assert_close(out, want[:, :, t : t + 1], 1e-12, f"token {t}")
 
 
 def test_functions_are_the_mechanisms() -> None:
