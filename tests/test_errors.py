@@ -12,7 +12,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 import subquad
-from subquad import FavorAttention, IdentityAttention, LinearAttention, SoftmaxAttention, attention, errors
+from subquad import MECHANISMS, FavorAttention, IdentityAttention, LinearAttention, SoftmaxAttention, attention, errors
 from subquad.features import draw_feature_map
 from subquad.functional import favor_attention, linear_attention, softmax_attention
 from subquad.mechanisms.linear import LinearState
@@ -249,7 +249,7 @@ OPTIONS = {
     "drawn dim": (lambda: draw_feature_map(-1), "favor: head_dim must be a whole number of at least 1, got -1"),
     "unknown name": (
         lambda: attention("favour", head_dim=8),
-        "unknown attention 'favour' (did you mean 'favor'?); known: softmax, identity, linear, favor, linformer",
+        f"unknown attention 'favour' (did you mean 'favor'?); known: {', '.join(m.name for m in MECHANISMS)}",
     ),
     "unknown option": (
         lambda: attention("linear", head_dim=8, features=3),

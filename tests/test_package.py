@@ -34,9 +34,9 @@ LAYERS = (
 )
 
 PUBLIC = {
-    "MECHANISMS FavorAttention FeatureMap IdentityAttention LinearAttention LinformerAttention Mechanism "
-    "SoftmaxAttention State SubquadError WindowAttention attention draw_feature_map errors features "
-    "functional reorder_state state_bytes"
+    "MECHANISMS ClusterAttention FavorAttention FeatureMap IdentityAttention LinearAttention "
+    "LinformerAttention LshAttention Mechanism SoftmaxAttention State SubquadError WindowAttention "
+    "attention draw_feature_map errors features functional reorder_state state_bytes"
 }
 
 

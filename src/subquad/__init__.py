@@ -7,10 +7,12 @@ from subquad.errors import SubquadError
 from subquad.features import FeatureMap, draw_feature_map
 from subquad.mechanism import Mechanism, State, reorder_state, state_bytes
 from subquad.mechanisms import MECHANISMS, attention
+from subquad.mechanisms.cluster import ClusterAttention
 from subquad.mechanisms.favor import FavorAttention
 from subquad.mechanisms.identity import IdentityAttention
 from subquad.mechanisms.linear import LinearAttention
 from subquad.mechanisms.linformer import LinformerAttention
+from subquad.mechanisms.lsh import LshAttention
 from subquad.mechanisms.softmax import SoftmaxAttention
 from subquad.mechanisms.window import WindowAttention
 
@@ -18,11 +20,13 @@ __version__ = version("subquad")
 
 __all__ = [
     "MECHANISMS",
+    "ClusterAttention",
     "FavorAttention",
     "FeatureMap",
     "IdentityAttention",
     "LinearAttention",
     "LinformerAttention",
+    "LshAttention",
     "Mechanism",
     "SoftmaxAttention",
     "State",

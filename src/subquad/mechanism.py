@@ -123,9 +123,9 @@ class Mechanism(nn.Module, ABC):
 
 
 class RandomFeatures(nn.Module, ABC):
-    """A module whose buffer `weight` moves with it but stays float32, as `.half()` would make it other features."""
+    """A module whose buffers move with it but stay float32, as `.half()` would make them other features."""
 
-    weight: Tensor | None
+    weight: Tensor | None  # what `redraw` draws
 
     @abstractmethod
     def redraw(self, seed: int) -> None:
@@ -136,11 +136,12 @@ class RandomFeatures(nn.Module, ABC):
         """The features of the constructor's seed."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RandomFeatures":
-        before = self._buffers["weight"]
+        buffers = dict(self._buffers)
         super()._apply(fn, recurse)
-        after = self._buffers["weight"]
-        if before is not None and after is not None and after.dtype != before.dtype:
-            self._buffers["weight"] = before.to(after.device)
+        for name, before in buffers.items():
+            after = self._buffers[name]
+            if before is not None and after is not None and after.dtype != before.dtype:
+                self._buffers[name] = before.to(after.device)
         return self
 
 

@@ -10,6 +10,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from buckets_mutants import BUCKETS
 from core_mutants import CORE
 from linformer_mutants import LINFORMERS
 from model_mutants import MODELS
@@ -21,7 +22,7 @@ from window_mutants import WINDOW
 
 from subquad.kernels.cpu import build, library
 
-MUTANTS = (*CORE, *LINFORMERS, *MODELS, *NATIVE, *WINDOW)
+MUTANTS = (*CORE, *LINFORMERS, *MODELS, *NATIVE, *WINDOW, *BUCKETS)
 ROOT = Path(__file__).parent.parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full"]
 

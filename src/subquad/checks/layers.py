@@ -22,6 +22,14 @@ def heads(hidden_size: int, num_heads: int, key_heads: int, head_dim: int | None
         )
 
 
+def shared_heads(shared_qk: bool, num_heads: int, key_heads: int) -> None:
+    if shared_qk and num_heads != key_heads:
+        raise ConfigError(
+            f"attention layer: shared_qk=True makes keys of the queries, so num_key_value_heads must be num_heads, "
+            f"got {key_heads} and {num_heads}"
+        )
+
+
 def no_head_dim(name: str, options: dict[str, Any]) -> None:
     for option in ("head_dim", "name"):
         if option in options:

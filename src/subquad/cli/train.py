@@ -11,6 +11,7 @@ import typer
 
 from subquad.checks import cli as checks
 from subquad.checks import data as data_checks
+from subquad.mechanisms import MECHANISMS
 
 train_app = typer.Typer(
     help="Train a model on your sequences; every run can be interrupted and resumed.",
@@ -37,7 +38,8 @@ LogEvery = Annotated[int, _option("Steps between records.", RUN)]
 Seed = Annotated[int, _option("Of weights, features, order, crops and masks.", RUN)]
 Threads = Annotated[int | None, _option("Of torch; as many as there are cores unless given.", RUN)]
 Attention = Annotated[
-    str, _option("favor, softmax, linear, linformer or identity; or one for each layer: favor,favor,softmax.", MODEL)
+    str,
+    _option(f"{', '.join(m.name for m in MECHANISMS)}; or one for each layer: favor,favor,softmax.", MODEL),
 ]
 Options = Annotated[
     list[str] | None,
@@ -55,6 +57,8 @@ Checkpointing = Annotated[
     bool, _option("Recompute each layer in backward to save memory.", MODEL, "--gradient-checkpointing")
 ]
 RedrawEvery = Annotated[int, _option("Steps between fresh random features; 0 never.", MODEL)]
+UpdateEvery = Annotated[int, _option("Steps between moves of centroids (cluster); 0 never.", MODEL)]
+SharedQk = Annotated[bool, _option("Keys are the normalised queries, as in a Reformer.", MODEL, "--shared-qk")]
 Objective = Annotated[str, _option("causal (next token) or masked (15 %, as BERT).", OPTIMISATION)]
 Steps = Annotated[int, _option("Optimiser steps.", OPTIMISATION)]
 BatchSize = Annotated[int, _option("Windows per process and forward pass.", OPTIMISATION)]
@@ -78,6 +82,7 @@ def _training_options(
     heads: Heads = 4, key_value_heads: KeyValueHeads = None, intermediate: Intermediate = None,
     positions: Positions = "rotary", dropout: Dropout = 0.0,
     reversible: Reversible = False, gradient_checkpointing: Checkpointing = False, redraw_every: RedrawEvery = 0,
+    update_every: UpdateEvery = 1, shared_qk: SharedQk = False,
     objective: Objective = "causal", steps: Steps = 500, batch_size: BatchSize = 1, accumulate: Accumulate = 1,
     optimizer: Optimizer = "muon", learning_rate: LearningRate = 0.01, warmup: Warmup = 20,
     schedule: Schedule = "linear", weight_decay: WeightDecay = 0.0, precision: Precision = "float32",

@@ -5,10 +5,12 @@ from typing import Any
 
 from subquad import checks
 from subquad.mechanism import Mechanism
+from subquad.mechanisms.cluster import ClusterAttention
 from subquad.mechanisms.favor import FavorAttention
 from subquad.mechanisms.identity import IdentityAttention
 from subquad.mechanisms.linear import LinearAttention
 from subquad.mechanisms.linformer import LinformerAttention
+from subquad.mechanisms.lsh import LshAttention
 from subquad.mechanisms.softmax import SoftmaxAttention
 from subquad.mechanisms.window import WindowAttention
 
@@ -19,6 +21,8 @@ MECHANISMS: tuple[type[Mechanism], ...] = (
     FavorAttention,
     LinformerAttention,
     WindowAttention,
+    LshAttention,
+    ClusterAttention,
 )
 
 

@@ -279,7 +279,7 @@ class FavorAttention(RandomFeatures, Mechanism):
             estimate = trigonometric_features(x, weight) @ trigonometric_features(y, weight).mT
             return normalised(estimate * (log_weight - top).exp()[:, :, None] * seen)
         exact = self._exact_pairs(q_index, k_index)
-        logits = torch.where(exact, x @ y.mT, _log_estimate(x, y, weight))
+        logits = torch.where(exact, x @ y.mT, log_estimate(x, y, weight))
         if self.options.gaussian:
             logits = logits - (y.square().sum(-1) / 2)[:, :, None]
         return masked_softmax(logits, seen)
@@ -332,7 +332,7 @@ class FavorAttention(RandomFeatures, Mechanism):
         )
 
 
-def _log_estimate(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+def log_estimate(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
     """log of (1/M) sum_r exp(w_r.x - |x|^2/2) exp(w_r.y - |y|^2/2), which estimates exp(x.y). `[B, H, T, S]`."""
     log_phi = x @ weight.mT - x.square().sum(-1, keepdim=True) / 2
     log_psi = y @ weight.mT - y.square().sum(-1, keepdim=True) / 2

@@ -28,6 +28,7 @@ class SubquadConfig(PreTrainedConfig):
         causal: None lets the head decide: True for `SubquadForCausalLM`, False elsewhere.
         domain, image_shape: "protein", "text" or "image", and its shape; how to read and show tokens.
         reversible: two residual streams whose activations are rebuilt in backward instead of kept.
+        shared_qk: keys are the normalised queries; with attention="lsh" and reversible=True, a Reformer.
 
     Example:
         >>> SubquadConfig(num_hidden_layers=2, attention=["softmax", "favor"]).layer_attention(1)
@@ -57,6 +58,7 @@ class SubquadConfig(PreTrainedConfig):
     tie_word_embeddings: bool = True
     causal: bool | None = None
     reversible: bool = False
+    shared_qk: bool = False
     domain: str | None = None
     image_shape: list[int] | None = None
     use_cache: bool = True
@@ -71,6 +73,7 @@ class SubquadConfig(PreTrainedConfig):
         for name in ("num_key_value_heads", "head_dim", "intermediate_size"):
             checks.optional_count(op, name, getattr(self, name))
         layers.heads(self.hidden_size, self.num_attention_heads, self.key_heads, self.head_dim)
+        layers.shared_heads(self.shared_qk, self.num_attention_heads, self.key_heads)
         checks.choice(op, "positions", self.positions, POSITIONS)
         checks.choice(op, "mlp", self.mlp, MLPS)
         checks.choice(op, "hidden_act", self.hidden_act, tuple(ACTIVATIONS))

@@ -191,6 +191,7 @@ def _block(config: SubquadConfig, layer: int) -> Block:
         options=options,
         num_key_value_heads=config.key_heads,
         head_dim=config.head_dim,
+        shared_qk=config.shared_qk,
         layer=layer,
         max_length=config.max_position_embeddings,
     )

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.checks import layers as checks
@@ -29,12 +30,12 @@ def layer_mechanism(
     layer: int = 0,
     max_length: int | None = None,
 ) -> Mechanism:
-    """The mechanism `name` for one layer: random features differ between layers and between heads."""
+    """The mechanism `name` for one layer: what it draws differs between layers and between heads."""
     checks.no_head_dim(name, options)
     options = mechanism_class(name).layer_options(options, key_heads=key_heads, max_length=max_length)
     mechanism = make_mechanism(name, head_dim=head_dim, **options)
-    if not isinstance(mechanism, RandomFeatures) or mechanism.weight is None:
-        return mechanism
+    if not isinstance(mechanism, RandomFeatures) or next(mechanism.buffers(), None) is None:
+        return mechanism  # draws nothing
     own = {"num_heads": key_heads, **options, "seed": layer_seed(options.get("seed") or 0, layer)}
     return make_mechanism(name, head_dim=head_dim, **own)
 
@@ -50,6 +51,7 @@ class SelfAttention(nn.Module):
     Args:
         attention: name of the mechanism; `options` are its own.
         num_key_value_heads: fewer key heads than query heads (GQA); None for as many.
+        shared_qk: keys are the queries, each divided by its root mean square (Reformer): one projection less.
         layer: index of the layer, so that layers draw different random features.
         max_length: the longest sequence, for mechanisms bound to it whose options do not say.
 
@@ -69,6 +71,7 @@ class SelfAttention(nn.Module):
         options: dict[str, Any] | None = None,
         num_key_value_heads: int | None = None,
         head_dim: int | None = None,
+        shared_qk: bool = False,
         bias: bool = False,
         layer: int = 0,
         max_length: int | None = None,
@@ -76,9 +79,10 @@ class SelfAttention(nn.Module):
         super().__init__()
         key_heads = num_heads if num_key_value_heads is None else num_key_value_heads
         checks.heads(hidden_size, num_heads, key_heads, head_dim)
+        checks.shared_heads(shared_qk, num_heads, key_heads)
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(hidden_size, key_heads * self.head_dim, bias=bias)
+        self.k_proj = None if shared_qk else nn.Linear(hidden_size, key_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden_size, key_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
         self.mechanism = layer_mechanism(
@@ -100,11 +104,13 @@ class SelfAttention(nn.Module):
         return self._merge(out), state
 
     def _heads(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, v = self._split(self.q_proj(x)), self._split(self.v_proj(x))
+        k = F.rms_norm(q, (self.head_dim,)) if self.k_proj is None else self._split(self.k_proj(x))
         return (q, k, v) if context.rotation is None else (context.rotation(q), context.rotation(k), v)
+
+    def _split(self, x: Tensor) -> Tensor:
+        """`[B, T, heads * D] -> [B, heads, T, D]`."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _merge(self, out: Tensor) -> Tensor:
         return self.o_proj(out.transpose(1, 2).flatten(-2))

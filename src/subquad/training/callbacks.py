@@ -30,6 +30,36 @@ class Redraw(TrainerCallback):
             getattr(model, "module", model).redraw(feature_seed(self.seed, state.global_step))
 
 
+class UpdateCentroids(TrainerCallback):
+    """Every so many steps, moves what mechanisms learn beside the optimiser, by the batch that the step has seen.
+
+    For that step alone a hook looks at what each such mechanism is given; the first forward pass counts. `update` adds
+    up over all ranks by itself.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._seen: dict[Any, tuple[Any, ...]] = {}
+        self._hooks: list[Any] = []
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.every and state.global_step % self.every == 0:
+            model = kwargs["model"]
+            learners = [m for m in getattr(model, "module", model).mechanisms() if hasattr(m, "update")]
+            self._hooks = [m.register_forward_pre_hook(self._look, with_kwargs=True) for m in learners]
+
+    def _look(self, mechanism: Any, given: tuple[Any, ...], options: dict[str, Any]) -> None:
+        q, k = given[:2]
+        self._seen.setdefault(mechanism, (q.detach(), k.detach(), options["key_mask"]))
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for mechanism, (q, k, key_mask) in self._seen.items():  # in the order of the layers, on all ranks
+            mechanism.update(q, k, key_mask)
+        self._hooks, self._seen = [], {}
+
+
 def feature_seed(seed: int, step: int) -> int:
     """Seed of the random features in use from `step` on."""
     return derived_seed(seed, step)

@@ -27,6 +27,7 @@ class TrainOptions:
             a row of its own, padded, or a random stretch of it.
         batch_size, accumulate: samples per process and forward pass; forward passes per step.
         redraw_every: steps between fresh random features; 0 never.
+        update_every: steps between moves of centroids (cluster); 0 never.
         keep: checkpoints to keep.
         init: a run or model folder whose weights to begin with (fine-tuning); its shape must be this one's.
         threads: of torch; results are equal bit for bit only with as many.
@@ -46,6 +47,7 @@ class TrainOptions:
     mlp: str = "gated"
     dropout: float = 0.0
     reversible: bool = False
+    shared_qk: bool = False
     gradient_checkpointing: bool = False
     initializer_range: float = 0.05
     optimizer: str = "muon"
@@ -65,6 +67,7 @@ class TrainOptions:
     keep: int = 2
     log_every: int = 10
     redraw_every: int = 0
+    update_every: int = 1
     init: str | None = None
     seed: int = 0
     threads: int | None = None
@@ -82,7 +85,7 @@ class TrainOptions:
             "log_every",
         ):
             checks.count(op, name, getattr(self, name))
-        for name in ("warmup", "redraw_every"):
+        for name in ("warmup", "redraw_every", "update_every"):
             checks.count(op, name, getattr(self, name), minimum=0)
         checks.optional_count(op, "threads", self.threads)
         for name in ("learning_rate", "clip"):
@@ -111,6 +114,7 @@ class TrainOptions:
             mlp=self.mlp,
             dropout=self.dropout,
             reversible=self.reversible,
+            shared_qk=self.shared_qk,
             initializer_range=self.initializer_range,
             **tokens,
         )

@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from subquad.bench import peak_memory
 from subquad.checks import runs
 from subquad.data import Collator, Corpus
-from subquad.training.callbacks import Recorder, Redraw, RichProgress, Speed, StopOnSignal
+from subquad.training.callbacks import Recorder, Redraw, RichProgress, Speed, StopOnSignal, UpdateCentroids
 from subquad.training.files import publish, staging_for, write_atomically
 from subquad.training.metrics import MetricsFile, plot_losses
 from subquad.training.options import RunRecord, TrainOptions
@@ -134,10 +134,10 @@ class _Watch:
     def over(cls, folder: Path, data: RunData, options: TrainOptions, console: Console) -> "_Watch":
         metrics, speed, stop = MetricsFile(folder), Speed(data.tokens_per_step), StopOnSignal()
         progress = RichProgress(console, speed, unit_of(data.train.corpus))
-        redraw = Redraw(options.redraw_every, options.seed)
+        redraw, update = Redraw(options.redraw_every, options.seed), UpdateCentroids(options.update_every)
         recorder = Recorder(metrics, data.samples_per_step, data.train.per_epoch, speed)
         first = not dist.is_initialized() or dist.get_rank() == 0
-        return cls(metrics, speed, stop, progress, [redraw, speed, stop, recorder, progress], first)
+        return cls(metrics, speed, stop, progress, [redraw, update, speed, stop, recorder, progress], first)
 
     def during(self, work: Callable[[], object]) -> int | None:
         """Runs `work`, signals caught; its peak memory."""
