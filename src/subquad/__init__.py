@@ -11,6 +11,7 @@ from subquad.mechanisms.favor import FavorAttention
 from subquad.mechanisms.identity import IdentityAttention
 from subquad.mechanisms.linear import LinearAttention
 from subquad.mechanisms.softmax import SoftmaxAttention
+from subquad.mechanisms.strided import StridedAttention
 
 __version__ = version("subquad")
 
@@ -23,6 +24,7 @@ __all__ = [
     "Mechanism",
     "SoftmaxAttention",
     "State",
+    "StridedAttention",
     "SubquadError",
     "attention",
     "draw_feature_map",

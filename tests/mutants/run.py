@@ -16,10 +16,11 @@ from mutant import Mutant
 from native_mutants import NATIVE
 from rich.console import Console
 from rich.progress import Progress
+from strided_mutants import STRIDED
 
 from subquad.kernels.cpu import build, library
 
-MUTANTS = (*CORE, *MODELS, *NATIVE)
+MUTANTS = (*CORE, *MODELS, *NATIVE, *STRIDED)
 ROOT = Path(__file__).parent.parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full"]
 

@@ -19,7 +19,8 @@ ABSENT_QUERY, ABSENT_KEY = -(1 << 29), 1 << 29  # labels of what is not there: t
 class Pairs(NamedTuple):
     """Tiles, blocks and labels.
 
-    blocks: int64 `[N, W]`, the key blocks that a tile meets; J stands for none.
+    blocks: int64 `[N, W]`, the key blocks that a tile meets; J stands for none. Those at the end of a row cost nothing
+        where the neighbouring tiles meet as few.
     q_place: int32 `[N, C]`, k_place `[J, E]`; or `[C]` and `[W * E]` where all tiles look alike (then no codes).
     q_code: int32 `[N, C, R]`, k_code `[J, E, R]` for R rounds, or None.
     """
@@ -54,16 +55,19 @@ class Inputs(NamedTuple):
 
 
 def forward(inputs: Inputs, pairs: Pairs, rule: Rule, scale: float) -> tuple[Tensor, Tensor]:
-    """Output `[N, C, Dv]` and log-normaliser `[N, C]`; zeros and -inf for a row that sees no key."""
+    """Output `[N, C, Dv]` and log-normaliser `[N, C]`; zeros and -inf for a row that sees no key.
+
+    The log-normaliser is float64: at logits of 1e4 float32 would move the shares of merged parts by a thousandth.
+    """
     q, _, v = inputs
-    out, log_sum = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2])
+    out, log_sum = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float64)
     for tile in _tiles(inputs, pairs, rule, scale):
         top = tile.logits.amax(-1, keepdim=True)
         top.masked_fill_(top == -torch.inf, 0)
         weights = tile.logits.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
         out[tile.rows] = weights @ tile.v / torch.where(total > 0, total, 1)
-        log_sum[tile.rows] = (top + total.log()).squeeze(-1)
+        log_sum[tile.rows] = (top.double() + total.double().log()).squeeze(-1)
     return out, log_sum
 
 
@@ -75,10 +79,10 @@ def backward(
     grad_out, grad_log_sum = grads
     of_q = torch.empty_like(q)
     of_k, of_v = (x.new_zeros(x.shape[0] + 1, *x.shape[1:]) for x in (k, v))  # the last block is nobody's
-    log_sum = log_sum.masked_fill(log_sum == -torch.inf, torch.inf)[..., None]
-    shift = (grad_log_sum - (grad_out * out).sum(-1))[..., None]
+    log_sum = log_sum.masked_fill(log_sum == -torch.inf, torch.inf)[..., None].to(q.dtype)
+    shift = (grad_log_sum - (grad_out * out).sum(-1))[..., None].to(q.dtype)
     for tile in _tiles(inputs, pairs, rule, scale):
-        rows, blocks = tile.rows, pairs.blocks[tile.rows].flatten()
+        rows, blocks = tile.rows, tile.blocks.flatten()
         weights, grad = tile.logits.sub_(log_sum[rows]).exp_(), grad_out[rows]
         of_v.index_add_(0, blocks, (weights.mT @ grad).view(-1, *v.shape[1:]))
         of_logits = (grad @ tile.v.mT).add_(shift[rows]).mul_(weights).mul_(scale)
@@ -88,9 +92,10 @@ def backward(
 
 
 class _Tile(NamedTuple):
-    """Some tiles and the keys they meet: logits `[n, C, W * E]`, -inf for pairs that do not count."""
+    """Some tiles and the blocks `[n, W]` they meet: logits `[n, C, W * E]`, -inf for pairs that do not count."""
 
     rows: slice
+    blocks: Tensor
     k: Tensor
     v: Tensor
     logits: Tensor
@@ -99,19 +104,25 @@ class _Tile(NamedTuple):
 def _tiles(inputs: Inputs, pairs: Pairs, rule: Rule, scale: float) -> Iterator[_Tile]:
     q, k, v = inputs
     step = max(1, PAIRS_AT_ONCE // (q.shape[1] * pairs.blocks.shape[1] * k.shape[1]))
-    labels = _with_nobody(pairs)
-    alike = _log_weights(labels, rule, slice(None), q.dtype) if _all_alike(pairs) else None
+    labels, widths = _with_nobody(pairs), _widths(pairs.blocks, nobody=k.shape[0])
+    alike = _log_weights(labels, rule, slice(None), pairs.blocks, q.dtype) if _all_alike(pairs) else None
     for start in range(0, q.shape[0], step):
         rows = slice(start, start + step)
-        blocks = pairs.blocks[rows]
+        blocks = pairs.blocks[rows, : max(widths[rows])]
         somebody = blocks.clamp(max=k.shape[0] - 1)
         keys, values = k[somebody].flatten(1, 2), v[somebody].flatten(1, 2)
-        bias = _log_weights(labels, rule, rows, q.dtype) if alike is None else alike
-        logits = torch.baddbmm(bias.expand(keys.shape[0], -1, -1), q[rows], keys.mT, alpha=scale)
+        bias = _log_weights(labels, rule, rows, blocks, q.dtype) if alike is None else alike[..., : keys.shape[1]]
+        logits = torch.baddbmm(bias.expand(keys.shape[0], -1, -1), q[rows] * scale, keys.mT)  # rounds as dense ones
         if alike is not None and bool((blocks == k.shape[0]).any()):
             absent = (blocks == k.shape[0])[:, None, :, None]
             logits.view(*logits.shape[:2], -1, k.shape[1]).masked_fill_(absent, -torch.inf)
-        yield _Tile(rows, keys, values, logits)
+        yield _Tile(rows, blocks, keys, values, logits)
+
+
+def _widths(blocks: Tensor, nobody: int) -> list[int]:
+    """Of each tile, the blocks up to the last that is one; at least one."""
+    number = torch.arange(1, blocks.shape[1] + 1, device=blocks.device)
+    return torch.where(blocks == nobody, 1, number).amax(1).tolist()
 
 
 def _all_alike(pairs: Pairs) -> bool:
@@ -133,9 +144,8 @@ def _with_nobody(pairs: Pairs) -> Pairs:
     return pairs._replace(k_place=k_place, k_code=extended(pairs.k_code))
 
 
-def _log_weights(pairs: Pairs, rule: Rule, rows: slice, dtype: torch.dtype) -> Tensor:
+def _log_weights(pairs: Pairs, rule: Rule, rows: slice, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """`[n, C, W * E]`: 0, or minus the logarithm of the rounds in which a pair meets; -inf where it does not count."""
-    blocks = pairs.blocks[rows]
     if _all_alike(pairs):
         apart = pairs.q_place[None, :, None] - pairs.k_place
     else:
@@ -166,5 +176,5 @@ def merge(outs: list[Tensor], log_sums: list[Tensor]) -> Tensor:
     top = log_sum.detach().amax(0)
     shares = (log_sum - top.masked_fill(top == -torch.inf, 0)).exp()
     total = shares.sum(0)
-    shares = shares / torch.where(total > 0, total, 1)
+    shares = (shares / torch.where(total > 0, total, 1)).to(outs[0].dtype)
     return sum((share[..., None] * out for share, out in zip(shares, outs, strict=True)), torch.zeros_like(outs[0]))

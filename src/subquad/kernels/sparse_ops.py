@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from subquad import checks
@@ -32,7 +33,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     q, _, v = args[:3]
-    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2])
+    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=torch.float64)
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:

@@ -9,8 +9,15 @@ from subquad.mechanisms.favor import FavorAttention
 from subquad.mechanisms.identity import IdentityAttention
 from subquad.mechanisms.linear import LinearAttention
 from subquad.mechanisms.softmax import SoftmaxAttention
+from subquad.mechanisms.strided import StridedAttention
 
-MECHANISMS: tuple[type[Mechanism], ...] = (SoftmaxAttention, IdentityAttention, LinearAttention, FavorAttention)
+MECHANISMS: tuple[type[Mechanism], ...] = (
+    SoftmaxAttention,
+    IdentityAttention,
+    LinearAttention,
+    FavorAttention,
+    StridedAttention,
+)
 
 
 def attention(name: str, *, head_dim: int, **options: Any) -> Mechanism:
