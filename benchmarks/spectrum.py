@@ -70,7 +70,7 @@ def antiberty(sequences: int, length: int) -> Case:
 
     folder = package("antiberty==0.1.3") / "antiberty" / "trained_models"
     model = BertModel(BertConfig.from_pretrained(folder / "AntiBERTy_md_smooth"), add_pooling_layer=False).eval()
-    weights = torch.load(folder / "AntiBERTy_md_smooth" / "pytorch_model.bin", weights_only=True)
+    weights = torch.load(folder / "AntiBERTy_md_smooth" / "pytorch_model.bin", weights_only=True, map_location="cpu")
     weights = {name.removeprefix("bert."): x for name, x in weights.items() if name.startswith("bert.")}
     missing = model.load_state_dict(weights, strict=False).missing_keys
     assert not missing, missing

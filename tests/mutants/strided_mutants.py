@@ -60,10 +60,10 @@ STRIDED = (
         strided("many_tiles"),
     ),
     Mutant(
-        "strided: tiles at the end look ahead only",
+        "strided: a symmetric window misses its first block",
         LINES,
         "- back).clamp(0, tiles - width)",
-        "- back).clamp(min=0).clamp(max=tiles - width + 1)",
+        "- back + 1).clamp(0, tiles - width)",
         strided("many_tiles"),
     ),
     Mutant(

@@ -32,6 +32,12 @@ class Part(NamedTuple):
     log_sum: Tensor
 
 
+def padded(x: Tensor, multiple: int) -> Tensor:
+    """`[..., T, D]` with zeros behind the last token, up to a multiple."""
+    short = -x.shape[-2] % multiple
+    return F.pad(x, (0, 0, 0, short)) if short else x
+
+
 def causal_band(lines: Lines, low: int, high: int, scale: float) -> Part:
     """Query m sees keys m - high .. m - low of its line, low >= 0. Absent tokens may stand at the end of a line."""
     length = lines.q.shape[2]
@@ -100,7 +106,7 @@ def _attend(
 ) -> Part:
     """meets `[N, W]`: blocks that a tile meets, the same in every line."""
     (count, groups, length, _), (q, *keys) = lines.q.shape, lines
-    k, v = (F.pad(x, (0, 0, 0, -x.shape[1] % block)).reshape(-1, block, x.shape[2]) for x in keys)
+    k, v = (padded(x, block).reshape(-1, block, x.shape[2]) for x in keys)
     of_line = k.shape[0] // count * torch.arange(count, device=q.device)[:, None]
     blocks = torch.where(meets[:, None] == NOBODY, k.shape[0], meets[:, None] + of_line).flatten(0, 1)
     pairs = Pairs(blocks, *(place.to(torch.int32) for place in places))
@@ -110,8 +116,8 @@ def _attend(
 
 def _tiles(x: Tensor, tile: int) -> Tensor:
     """`[X, G, M, D] -> [N * X, G * C, D]`: the query heads of one key head share a tile; like tiles stand together."""
-    count, groups, length, dim = x.shape
-    x = F.pad(x, (0, 0, 0, -length % tile)).reshape(count, groups, -1, tile, dim)
+    count, groups, _, dim = x.shape
+    x = padded(x, tile).reshape(count, groups, -1, tile, dim)
     return x.permute(2, 0, 1, 3, 4).reshape(-1, groups * tile, dim)
 
 

@@ -6,10 +6,9 @@ Tensors are `[B, H, T, D]`, real tokens first, padded to whole blocks of the str
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.kernels.lines import Lines, Part, causal_band, cross, symmetric_band
+from subquad.kernels.lines import Lines, Part, causal_band, cross, padded, symmetric_band
 from subquad.kernels.sparse import ABSENT_KEY, Rule, merge
 
 
@@ -32,10 +31,10 @@ class Tokens(NamedTuple):
 
 def in_blocks(q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, stride: int) -> Tokens:
     """In full precision, with empty places up to a multiple of the stride."""
-    dtype, short = torch.promote_types(q.dtype, torch.float32), -q.shape[2] % stride
-    if short and counts is None:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    if q.shape[2] % stride and counts is None:
         counts = torch.full((q.shape[0],), q.shape[2], device=q.device)
-    q, k, v = (F.pad(x.to(dtype), (0, 0, 0, short)) for x in (q, k, v))
+    q, k, v = (padded(x.to(dtype), stride) for x in (q, k, v))
     return Tokens(q, k, v, counts)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.kernels.lines import padded
 from subquad.kernels.sparse import ABSENT_KEY
 from subquad.mechanism import masked_softmax
 from subquad.mechanisms.packing import pack, put, slots_of, unpack
@@ -91,7 +92,7 @@ def _extend_strided(
     line = stride * first[:, None] + torch.arange(size, device=q.device)
     line = slots_of(line, line < total, total)
     tokens = in_blocks(pack(q, slots, size), unpack(new.k, line), unpack(new.v, line), None, stride)
-    all_k, all_v = (F.pad(x.to(tokens.k.dtype), (0, 0, 0, -total % stride)) for x in (new.k, new.v))
+    all_k, all_v = (padded(x.to(tokens.k.dtype), stride) for x in (new.k, new.v))
     most = max(state.k.shape[2] // stride - 1, 0)
     out = merged([window(options, tokens, True), past_columns(options, tokens.q, all_k, all_v, first, most)])
     return unpack(out, slots).to(q.dtype), new
