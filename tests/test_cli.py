@@ -70,6 +70,7 @@ COMMANDS = [
     ["generate"],
     ["score"],
     ["embed"],
+    ["spectrum"],
 ]
 
 

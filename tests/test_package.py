@@ -30,13 +30,13 @@ HEAVY = (
 # Each may import from itself and from what stands before it.
 LAYERS = (
     *("errors", "checks", "features", "kernels", "mechanism", "mechanisms", "functional", "nn", "models", "data"),
-    *("bench", "training", "cli", "__main__", "testing"),
+    *("diagnostics", "bench", "training", "cli", "__main__", "testing"),
 )
 
 PUBLIC = {
     "MECHANISMS ClusterAttention FavorAttention FeatureMap IdentityAttention LinearAttention "
-    "LinformerAttention LshAttention Mechanism SoftmaxAttention State SubquadError WindowAttention "
-    "attention draw_feature_map errors features functional reorder_state state_bytes"
+    "LinformerAttention LshAttention Mechanism SoftmaxAttention State StridedAttention SubquadError "
+    "WindowAttention attention draw_feature_map errors features functional reorder_state state_bytes"
 }
 
 
@@ -126,6 +126,8 @@ def test_modules_say_what_they_are() -> None:
     assert repr(subquad.LinearAttention(8)) == "LinearAttention(head_dim=8, feature_map='elu1')"
     assert repr(subquad.SoftmaxAttention(4)) == "SoftmaxAttention(head_dim=4, scale=0.5)"
     assert repr(subquad.IdentityAttention(4)) == "IdentityAttention(head_dim=4)"
+    strided = "head_dim=4, stride=32, pattern='fixed', summary=8, scale=0.5"
+    assert repr(subquad.StridedAttention(4, 32, pattern="fixed")) == f"StridedAttention({strided})"
 
 
 def test_safetensors_and_meta(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from subquad.mechanisms.linear import LinearAttention
 from subquad.mechanisms.linformer import LinformerAttention
 from subquad.mechanisms.lsh import LshAttention
 from subquad.mechanisms.softmax import SoftmaxAttention
+from subquad.mechanisms.strided import StridedAttention
 from subquad.mechanisms.window import WindowAttention
 
 __version__ = version("subquad")
@@ -30,6 +31,7 @@ __all__ = [
     "Mechanism",
     "SoftmaxAttention",
     "State",
+    "StridedAttention",
     "SubquadError",
     "WindowAttention",
     "attention",

@@ -6,6 +6,7 @@ from subquad.mechanisms.linear import linear_attention
 from subquad.mechanisms.linformer import linformer_attention
 from subquad.mechanisms.lsh import lsh_attention
 from subquad.mechanisms.softmax import softmax_attention
+from subquad.mechanisms.strided import strided_attention
 from subquad.mechanisms.window import window_attention
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "linformer_attention",
     "lsh_attention",
     "softmax_attention",
+    "strided_attention",
     "window_attention",
 ]

@@ -18,11 +18,12 @@ from mutant import Mutant
 from native_mutants import NATIVE
 from rich.console import Console
 from rich.progress import Progress
+from strided_mutants import STRIDED
 from window_mutants import WINDOW
 
 from subquad.kernels.cpu import build, library
 
-MUTANTS = (*CORE, *LINFORMERS, *MODELS, *NATIVE, *WINDOW, *BUCKETS)
+MUTANTS = (*CORE, *LINFORMERS, *MODELS, *NATIVE, *WINDOW, *STRIDED, *BUCKETS)
 ROOT = Path(__file__).parent.parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full"]
 

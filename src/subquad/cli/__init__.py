@@ -12,6 +12,7 @@ from subquad.cli.doctor import doctor
 from subquad.cli.embed import embed
 from subquad.cli.generate import generate
 from subquad.cli.score import score
+from subquad.cli.spectrum import spectrum
 from subquad.cli.train import train_app
 from subquad.errors import SubquadError
 
@@ -29,6 +30,7 @@ for command, example in (
     (generate, "subquad generate runs/mine --prompt MKT --length 5000 --output new.fasta"),
     (score, "subquad score runs/mine candidates.fasta --output scores.csv"),
     (embed, "subquad embed runs/mine proteins.fasta --output vectors.npz"),
+    (spectrum, "subquad spectrum runs/mine proteins.fasta --length 512 --output spectrum.png"),
     (demo, "subquad demo --out demo"),
     (doctor, "subquad doctor"),
 ):

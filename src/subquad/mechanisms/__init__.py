@@ -12,6 +12,7 @@ from subquad.mechanisms.linear import LinearAttention
 from subquad.mechanisms.linformer import LinformerAttention
 from subquad.mechanisms.lsh import LshAttention
 from subquad.mechanisms.softmax import SoftmaxAttention
+from subquad.mechanisms.strided import StridedAttention
 from subquad.mechanisms.window import WindowAttention
 
 MECHANISMS: tuple[type[Mechanism], ...] = (
@@ -21,6 +22,7 @@ MECHANISMS: tuple[type[Mechanism], ...] = (
     FavorAttention,
     LinformerAttention,
     WindowAttention,
+    StridedAttention,
     LshAttention,
     ClusterAttention,
 )
