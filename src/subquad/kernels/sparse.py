@@ -116,10 +116,11 @@ def _tiles(inputs: Inputs, pairs: Pairs, rule: Rule) -> Iterator[_Tile]:
     labels = pairs._replace(alive=_alive(pairs, k)) if alike else _with_nobody(pairs)
     for start in range(0, q.shape[0], step):
         rows = slice(start, start + step)
-        blocks = pairs.blocks[rows] if alike else _without_nobody(pairs.blocks[rows], k.shape[0])
+        blocks = _without_nobody(pairs.blocks[rows], k.shape[0])
         keys, values = _gather(k, blocks), _gather(v, blocks)
         if alike:
-            logits = torch.baddbmm(picture.expand(keys.shape[0], -1, -1), q[rows], keys.mT)
+            met = picture[:, :, : keys.shape[1]].expand(keys.shape[0], -1, -1)
+            logits = torch.baddbmm(met, q[rows], keys.mT)
             _hide_absent(logits, labels.alive, blocks)
         else:
             logits = (q[rows] @ keys.mT).masked_fill_(_hidden(labels, rule, rows, blocks), -torch.inf)
@@ -130,6 +131,13 @@ def _gather(x: Tensor, blocks: Tensor) -> Tensor:
     """Blocks of x `[J, E, D]` side by side, `[n, W * E, D]`; any of them for one that is nobody's."""
     somebody = blocks.clamp(max=x.shape[0] - 1).flatten()
     return x.index_select(0, somebody).view(blocks.shape[0], -1, x.shape[2])
+
+
+def _without_nobody(blocks: Tensor, nobody: int) -> Tensor:
+    """blocks `[n, W]` without the columns at the end that hold nobody's; one is always left."""
+    used = (blocks != nobody).any(0).tolist()
+    width = max([w + 1 for w, some in enumerate(used) if some], default=1)
+    return blocks[:, :width]
 
 
 # Tiles that look alike ------------------------------------------------------------------------------------------------
@@ -167,13 +175,6 @@ def _with_nobody(pairs: Pairs) -> Pairs:
 
     k_code = None if pairs.k_code is None else extended(pairs.k_code)
     return pairs._replace(k_place=extended(pairs.k_place), k_code=k_code)
-
-
-def _without_nobody(blocks: Tensor, nobody: int) -> Tensor:
-    """blocks `[n, W]` without the columns at the end that hold nobody's; one is always left."""
-    used = (blocks != nobody).any(0).tolist()
-    width = max([w + 1 for w, some in enumerate(used) if some], default=1)
-    return blocks[:, :width]
 
 
 def _hidden(pairs: Pairs, rule: Rule, rows: slice, blocks: Tensor) -> Tensor:
