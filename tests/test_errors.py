@@ -249,7 +249,7 @@ OPTIONS = {
     "drawn dim": (lambda: draw_feature_map(-1), "favor: head_dim must be a whole number of at least 1, got -1"),
     "unknown name": (
         lambda: attention("favour", head_dim=8),
-        "unknown attention 'favour' (did you mean 'favor'?); known: softmax, identity, linear, favor",
+        "unknown attention 'favour' (did you mean 'favor'?); known: " + ", ".join(m.name for m in subquad.MECHANISMS),
     ),
     "unknown option": (
         lambda: attention("linear", head_dim=8, features=3),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+import subquad
 from subquad import errors
 from subquad.models import SubquadCache, SubquadConfig, SubquadForMaskedLM, SubquadModel, log_likelihoods
 from tiny_models import SMALL, make, random_ids
@@ -28,7 +29,7 @@ ERRORS = {
     ),
     "unknown attention": (
         lambda: SubquadConfig(attention="favour"),
-        "unknown attention 'favour' (did you mean 'favor'?); known: softmax, identity, linear, favor",
+        "unknown attention 'favour' (did you mean 'favor'?); known: " + ", ".join(m.name for m in subquad.MECHANISMS),
     ),
     "odd heads": (
         lambda: SubquadConfig(hidden_size=12, num_attention_heads=4),

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from processes import OPTIONS, quiet_train, weights
+import subquad
 from subquad import errors
 from subquad.data import load_proteins
 from subquad.data.samples import Samples
@@ -416,7 +417,7 @@ ERRORS = {
     ),
     "attention": (
         {"attention": "performer", "attention_options": {}},
-        "unknown attention 'performer'; known: softmax, identity, linear, favor",
+        "unknown attention 'performer'; known: " + ", ".join(m.name for m in subquad.MECHANISMS),
     ),
 }
 
