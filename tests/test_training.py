@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from processes import OPTIONS, quiet_train, weights
 import subquad
+from processes import OPTIONS, quiet_train, weights
 from subquad import errors
 from subquad.data import load_proteins
 from subquad.data.samples import Samples
