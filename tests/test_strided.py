@@ -1,6 +1,5 @@
 """The patterns of the Sparse Transformer: the contract, the paper's sets drawn one by one, cost and memory."""
 
-import copy
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -169,23 +168,6 @@ def test_decoding_thousands_of_tokens() -> None:
                 out, state = attention.extend(q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1], state)
                 outs.append(out)
         assert_close(torch.cat(outs, 2), want, 1e-5, pattern)
-
-
-@pytest.mark.full
-@pytest.mark.compiler
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("attention", [LONG["strided"], LONG["fixed"]], ids=["strided", "fixed"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_compile_fullgraph(attention: Mechanism, causal: bool) -> None:
-    attention = copy.deepcopy(attention)
-    compiled = torch.compile(lambda *x: attention(*x, causal=causal), fullgraph=True)
-    for length in (90, 123):
-        inputs = make_inputs(attention, length).leaves()
-        got, want = compiled(*inputs), attention(*inputs, causal=causal)
-        assert_close(got, want, 1e-12, f"length {length}")
-        pairs = zip(*(torch.autograd.grad(out.square().sum(), inputs) for out in (got, want)), strict=True)
-        for g, w in pairs:
-            assert_close(g, w, 1e-12, f"gradient, length {length}")
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
