@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from subquad.mechanism import Mechanism
-from subquad.testing.contract import CAUSAL_CHECKS, EXACT, FORWARD_CHECKS, SLOW_CHECKS, STATE_CHECKS, Check, exact
+from subquad.testing.contract import CAUSAL_CHECKS, FORWARD_CHECKS, SLOW_CHECKS, STATE_CHECKS
 from subquad.testing.inputs import assert_close, make_inputs, relative_error
+from subquad.testing.judging import EXACT, Check, exact
 
 if TYPE_CHECKING:
     import pytest
