@@ -112,13 +112,14 @@ def _tiles(inputs: Inputs, pairs: Pairs, rule: Rule, scale: float) -> Iterator[_
     alike = _bias(_hidden(labels, rule, slice(None), pairs.blocks), q.dtype) if _all_alike(pairs) else None
     for start in range(0, q.shape[0], step):
         rows = slice(start, start + step)
-        blocks = pairs.blocks[rows] if alike is not None else _without_nobody(pairs.blocks[rows], k.shape[0])
+        blocks = _without_nobody(pairs.blocks[rows], k.shape[0])
         queries, keys, values = q[rows] * scale, _gather(k, blocks), _gather(v, blocks)
         if alike is None:
             logits = queries @ keys.mT
             logits.masked_fill_(_hidden(labels, rule, rows, blocks), -torch.inf)
         else:
-            logits = torch.baddbmm(alike.expand(keys.shape[0], -1, -1), queries, keys.mT)
+            bias = alike[..., : keys.shape[1]].expand(keys.shape[0], -1, -1)
+            logits = torch.baddbmm(bias, queries, keys.mT)
             if bool((blocks == k.shape[0]).any()):
                 absent = (blocks == k.shape[0])[:, None, :, None]
                 logits.view(*logits.shape[:2], -1, k.shape[1]).masked_fill_(absent, -torch.inf)
