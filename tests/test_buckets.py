@@ -355,6 +355,17 @@ def test_updates_find_clusters() -> None:
     assert_close(mechanism.centroids, centres[0], 0.05)
 
 
+def test_ranks_update_by_the_sum_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, ours, theirs = (ClusterAttention(D, num_clusters=4) for _ in range(3))
+    q, k, _ = make_inputs(one, 40, batch=4).to(torch.float32)
+    one.update(q, k)
+    of_the_other = theirs._sum_of_directions(q[2:]) + theirs._sum_of_directions(k[2:])
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total: total.add_(of_the_other))
+    ours.update(q[:2], k[:2])
+    assert_close(ours.centroids, one.centroids, 1e-6)
+
+
 def test_the_callback_updates_from_the_batch_of_its_step() -> None:
     model = make(attention="cluster", attention_options={"num_clusters": 4, "bucket_size": 4}, dtype=torch.float32)
     moved: list[bool] = []

@@ -32,6 +32,10 @@ KINDS = {
     "softmax": replace(SHORT, attention="softmax", attention_options={}, redraw_every=0),
     "linear": replace(SHORT, attention="linear", attention_options={}, redraw_every=0, reversible=True),
     "identity": replace(SHORT, attention="identity", attention_options={}, redraw_every=0, optimizer="adamw"),
+    "cluster": replace(SHORT, attention="cluster", attention_options={"num_clusters": 4}, redraw_every=0),
+    "reformer": replace(
+        SHORT, attention="lsh", attention_options={"num_buckets": 4, "bucket_size": 16}, shared_qk=True, reversible=True
+    ),
     "masked crops": replace(SHORT, objective="masked", layout="crops", batch_size=3, accumulate=2),
     "mixed": replace(
         SHORT, attention=["softmax", "favor"], attention_options=[{}, {"near": 16}], gradient_checkpointing=True

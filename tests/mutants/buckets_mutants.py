@@ -192,6 +192,13 @@ BUCKETS = (
         buckets("one_cluster_of_features"),
     ),
     Mutant(
+        "cluster: every rank has centroids of its own",
+        CLUSTER,
+        "            dist.all_reduce(total)\n",
+        "            pass\n",
+        buckets("ranks_update"),
+    ),
+    Mutant(
         "cluster: hooks stay after their step",
         "training/callbacks.py",
         "            hook.remove()\n",

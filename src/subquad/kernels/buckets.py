@@ -1,6 +1,6 @@
 """Exact attention within blocks of equal code, in several rounds, each token always with itself.
 
-A code names a block of a bucket; codes of neighbouring blocks differ by one, those of other buckets by more than two.
+A code names a block of a bucket; codes of neighbouring blocks differ by one, those of other buckets by two or more.
 Round after round, queries of one code are laid out in tiles and meet the blocks of their own code, of the one before
 and, unless causal, of the one after. All parts share one normaliser, so the backward needs only its logarithm.
 """

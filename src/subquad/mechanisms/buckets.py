@@ -22,7 +22,7 @@ from subquad.mechanisms.bucket_state import BucketState
 from subquad.mechanisms.census import Census
 
 PRODUCTS_AT_ONCE = 1 << 22
-TILE = 32  # small enough not to be half empty, large enough for a matrix product
+TILE = 16  # small enough not to be half empty, large enough for a matrix product
 
 
 def attend_in_buckets(
