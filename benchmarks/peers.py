@@ -199,16 +199,25 @@ class Linformer(Peer):
 
 
 class Reformer(Peer):
-    """reformer-pytorch: LSH attention, eight rounds. Queries are its keys, so k is not used."""
+    """reformer-pytorch: LSH attention, four rounds. Queries are its keys, so k is not used."""
+
+    duplicates = False  # a key that is met in several rounds counts once, as with us
 
     def __init__(self, shape: Shape, causal: bool) -> None:
         super().__init__(shape, causal)
         make = load("reformer_pytorch.reformer_pytorch").LSHAttention
+        options = {"bucket_size": WINDOW, "n_hashes": 4, "allow_duplicate_attention": self.duplicates}
         # eval: in training it keeps every round's buckets, for reversible networks
-        self.attention = make(bucket_size=WINDOW, n_hashes=8, causal=causal).eval()
+        self.attention = make(causal=causal, **options).eval()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.attention(q.flatten(0, 1), v.flatten(0, 1))[0].unflatten(0, q.shape[:2])
+
+
+class ReformerWithDuplicates(Reformer):
+    """Its default."""
+
+    duplicates = True
 
 
 PEERS = {
@@ -225,7 +234,8 @@ PEERS = {
         Case("linformer", Linformer, directions=(False,), gated=False, peer=True, about="without its linear maps")
     ],
     "reformer_pytorch.reformer_pytorch": [
-        Case("reformer-pytorch", Reformer, gated=False, multiple=2 * WINDOW, peer=True, about="k is not used")
+        Case(name, kind, gated=False, multiple=2 * WINDOW, peer=True, about="k is not used")
+        for name, kind in (("reformer-pytorch", Reformer), ("reformer-pytorch (duplicates)", ReformerWithDuplicates))
     ],
 }
 
