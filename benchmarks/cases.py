@@ -106,7 +106,7 @@ class Ours:
 SPARSE = {
     "window": lambda _: {"window": 256},
     "linformer": lambda length: {"rank": 256, "max_length": length},
-    "lsh": lambda length: {"num_buckets": max(2, length // 64), "bucket_size": 64, "rounds": 4},
+    "lsh": lambda length: {"num_buckets": max(2, 2 * (length // 128)), "bucket_size": 64, "rounds": 4},
     "cluster": lambda length: {"num_clusters": max(1, length // 64), "bucket_size": 64},
     "strided": lambda length: {"stride": max(16, round(length**0.5 / 16) * 16)},
 }
