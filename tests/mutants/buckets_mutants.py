@@ -4,7 +4,7 @@ from mutant import Mutant
 
 
 def buckets(words: str) -> str:
-    return f"tests/test_buckets.py -k '{words}'"
+    return f"tests/test_buckets.py tests/test_bucket_models.py -k '{words}'"
 
 
 SPARSE, GROUPS, KERNEL = "kernels/sparse.py", "kernels/groups.py", "kernels/buckets.py"

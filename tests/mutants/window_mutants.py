@@ -53,13 +53,6 @@ WINDOW = (
         window("extend_equals or memory"),
     ),
     Mutant(
-        "a pair counts in every round",
-        SPARSE,
-        "hidden |= outside if r == rule.round else outside.logical_not_()",
-        "hidden |= outside if r == rule.round else hidden",
-        window("one_by_one"),
-    ),
-    Mutant(
         "the normaliser has no gradient",
         SPARSE,
         "shift = (grad_log_sum.to(q.dtype) - (grad_out * out).sum(-1))[..., None]",
