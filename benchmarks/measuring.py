@@ -179,4 +179,6 @@ def _peak(name: str, group: Group) -> int | None:
 def all_cases() -> tuple[list[Case], list[str]]:
     """Ours and the peers that import, and a line about each that cannot be measured."""
     (ours, why), (peers, missing) = our_cases(), peer_cases()
-    return [*ours, *peers], [*why, *missing]
+    cases = [*ours, *peers]
+    assert len({case.name for case in cases}) == len(cases), "two cases have one name"
+    return cases, [*why, *missing]

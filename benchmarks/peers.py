@@ -231,7 +231,14 @@ PEERS = {
         Case("local-attention", Local, multiple=WINDOW, peer=True, about=f"exact, windows of {WINDOW}")
     ],
     "linformer.linformer": [
-        Case("linformer", Linformer, directions=(False,), gated=False, peer=True, about="without its linear maps")
+        Case(
+            "lucidrains linformer",
+            Linformer,
+            directions=(False,),
+            gated=False,
+            peer=True,
+            about="without its linear maps",
+        )
     ],
     "reformer_pytorch.reformer_pytorch": [
         Case(name, kind, gated=False, multiple=2 * WINDOW, peer=True, about="k is not used")
