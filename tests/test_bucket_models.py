@@ -123,16 +123,16 @@ def test_one_cluster_of_features_is_favor() -> None:
     whole = ClusterAttention(D, num_clusters=1, inside="favor", num_features=16)
     favor = FavorAttention(D, 16, near=0, sinks=0)
     assert whole.weight is not None
-    favor.weight.copy_(whole.weight)
+    favor.feature_map.query.copy_(whole.weight)
     inputs = make_inputs(whole, 50)
     for causal in (False, True):
         assert_close(whole(*inputs, causal=causal), favor(*inputs, causal=causal), 1e-10)
     centroids = whole.centroids.clone()
     whole.redraw(5)
-    assert not torch.equal(whole.weight, favor.weight)
+    assert not torch.equal(whole.weight, favor.feature_map.query)
     assert torch.equal(whole.centroids, centroids)
     whole.reset_parameters()
-    assert torch.equal(whole.weight, favor.weight)
+    assert torch.equal(whole.weight, favor.feature_map.query)
 
 
 # Layers and models ----------------------------------------------------------------------------------------------------

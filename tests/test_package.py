@@ -137,10 +137,10 @@ def test_safetensors_and_meta(tmp_path: Path) -> None:
     attention, other = subquad.FavorAttention(8, 16, seed=1), subquad.FavorAttention(8, 16, seed=2)
     save_model(attention, str(tmp_path / "attention.safetensors"))
     load_model(other, str(tmp_path / "attention.safetensors"))
-    assert torch.equal(other.weight, attention.weight)
+    assert torch.equal(other.feature_map.query, attention.feature_map.query)
     with torch.device("meta"):
         made = subquad.FavorAttention(8, 16, seed=1)
-    assert made.weight.device.type == "meta"
+    assert made.feature_map.query.device.type == "meta"
     made = made.to_empty(device="cpu")
     made.reset_parameters()
-    assert torch.equal(made.weight, attention.weight)
+    assert torch.equal(made.feature_map.query, attention.feature_map.query)

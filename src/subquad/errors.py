@@ -35,3 +35,7 @@ class CheckpointError(SubquadError, RuntimeError):
 
 class TrainingError(SubquadError, RuntimeError):
     """Training that cannot go on, such as a loss that is no number."""
+
+
+class UncalibratedWarning(UserWarning):
+    """Features that were meant to be fitted to data are used as they come."""

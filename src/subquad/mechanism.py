@@ -1,13 +1,13 @@
 """The contract every attention mechanism keeps. `subquad.testing.check_mechanism` tests all of it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from subquad import checks
+from subquad.features.buffers import Float32Buffers
 from subquad.kernels.precision import without_autocast
 
 # What `extend` carries from call to call: a NamedTuple of tensors, batch first in every one of them.
@@ -122,8 +122,8 @@ class Mechanism(nn.Module, ABC):
         """
 
 
-class RandomFeatures(nn.Module, ABC):
-    """A module whose buffers move with it but stay float32, as `.half()` would make them other features."""
+class RandomFeatures(Float32Buffers, ABC):
+    """A mechanism that may draw something at random."""
 
     weight: Tensor | None  # what `redraw` draws
 
@@ -134,15 +134,6 @@ class RandomFeatures(nn.Module, ABC):
     @abstractmethod
     def reset_parameters(self) -> None:
         """The features of the constructor's seed."""
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RandomFeatures":
-        buffers = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, before in buffers.items():
-            after = self._buffers[name]
-            if before is not None and after is not None and after.dtype != before.dtype:
-                self._buffers[name] = before.to(after.device)
-        return self
 
 
 def reorder_state(state: SomeState, index: Tensor) -> SomeState:

@@ -209,6 +209,15 @@ def features_of(op: str, phi: Any, x: Tensor) -> Tensor:
     return phi
 
 
+def proposal(given: Any, heads: int, dim: int, estimator: str) -> None:
+    if estimator != "positive":
+        raise ConfigError(f"favor: a proposal goes with estimator='positive', got {estimator!r}")
+    shapes = (heads, dim), (heads, dim, dim)
+    for name, tensor, shape in zip(("mean", "root"), given, shapes, strict=True):
+        if tensor.shape != shape:
+            raise ShapeError(f"favor: {name} of the proposal must be {list(shape)}, got {shape_of(tensor)}")
+
+
 def projection(op: str, weight: Tensor, k: Tensor) -> None:
     if weight.dim() != 3 or weight.shape[-1] != k.shape[-1]:
         raise ShapeError(
@@ -305,6 +314,14 @@ def probability(op: str, name: str, value: Any) -> float:
     return float(value)
 
 
+def coupling_dim(op: str, coupling: str, dim: int) -> None:
+    """Head dims that a coupling cannot serve."""
+    if coupling == "hadamard" and dim & (dim - 1):
+        raise ConfigError(f"{op}: coupling='hadamard' needs a head_dim that is a power of two, got {dim}")
+    if coupling == "simplex" and dim < 2:
+        raise ConfigError(f"{op}: coupling='simplex' needs a head_dim of at least 2, got {dim}")
+
+
 def mechanism_name(name: Any, known: Sequence[str]) -> None:
     if name not in known:
         raise ConfigError(f"unknown attention {name!r}{guess(name, known)}; known: {', '.join(known)}")
@@ -348,6 +365,28 @@ def not_with_trigonometric(near: int, sinks: int) -> ConfigError:
     return ConfigError(
         "favor: estimator='trigonometric' has signed features, which cannot share a normaliser with exact weights; "
         f"use near=0, sinks=0, got near={near}, sinks={sinks}"
+    )
+
+
+def odd_softmax(num_features: int) -> ConfigError:
+    return ConfigError(
+        "favor: estimator='softmax' is a softmax of W x and one of -W x, so num_features must be even, "
+        f"got {num_features}"
+    )
+
+
+def no_transform(estimator: str) -> ConfigError:
+    return ConfigError(f"favor: transform=True needs estimator='calibrated', got {estimator!r}")
+
+
+def learned_features_stay(estimator: str) -> ConfigError:
+    return ConfigError(f"favor: estimator={estimator!r} is learned, there is nothing to redraw; use subquad.calibrate")
+
+
+def not_calibrated(estimator: str) -> str:
+    return (
+        f"favor: estimator={estimator!r} is not fitted to data yet and assumes q, k ~ N(0, I); "
+        "use subquad.calibrate(model, batches)"
     )
 
 

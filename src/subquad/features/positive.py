@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from subquad import checks
-from subquad.features.draws import COUPLINGS, gaussian_rows
-
-ESTIMATORS = ("positive", "hyperbolic")
+from subquad.features.draws import check_coupling, gaussian_rows
+from subquad.features.proposals import Proposal, log_density_ratio
 
 
 class FeatureMap(NamedTuple):
@@ -41,35 +40,51 @@ class FeatureMap(NamedTuple):
         return self.query.shape[-1]
 
 
-def positive_map(weight: Tensor) -> FeatureMap:
-    """The unbiased map whose rows are `weight` `[heads or 1, M, D]`, drawn by `draw_weight`."""
+class Rows(NamedTuple):
+    """Drawn rows `[heads, M, D]` and the logarithms of their weights `[heads, M]`, float32."""
+
+    weight: Tensor
+    log_weight: Tensor
+
+
+def positive_map(weight: Tensor, log_weight: Tensor | None = None) -> FeatureMap:
+    """The unbiased map whose rows are `weight` `[heads or 1, M, D]`, with weights `log_weight` `[heads or 1, M]`."""
     heads, num_features, _ = weight.shape
     dtype = torch.float32 if weight.device.type == "mps" else torch.float64  # log M must not cost float64 its digits
     bias = weight.new_full((heads, num_features), -math.log(num_features), dtype=dtype)
-    return FeatureMap(weight, weight, bias)
+    return FeatureMap(weight, weight, bias if log_weight is None else bias + log_weight)
 
 
-def draw_weight(
-    head_dim: int, num_features: int, *, estimator: str, coupling: str, num_heads: int | None, seed: int
-) -> Tensor:
-    """Rows of a random feature map, `[num_heads or 1, num_features, head_dim]` float32; same seed, same bits.
+def draw_rows(
+    head_dim: int,
+    num_features: int,
+    *,
+    coupling: str,
+    num_heads: int | None,
+    seed: int,
+    mirrored: bool = False,
+    proposal: Proposal | None = None,
+) -> Rows:
+    """Rows from the proposal, N(0, I) if None, on the default device; same seed, same bits.
 
-    "positive" are the paper's FAVOR+ features; "hyperbolic" uses each row with both signs, which halves the draws.
+    mirrored: every row with both signs ("hyperbolic"), which halves the draws.
     """
-    checks.choice("favor", "estimator", estimator, ESTIMATORS)
-    checks.choice("favor", "coupling", coupling, COUPLINGS)
-    checks.count("favor", "head_dim", head_dim)
+    check_coupling("favor", coupling, checks.count("favor", "head_dim", head_dim))
     checks.count("favor", "num_features", num_features)
-    checks.optional_count("favor", "num_heads", num_heads)
+    heads = checks.optional_count("favor", "num_heads", num_heads) or 1
     generator = torch.Generator("cpu").manual_seed(checks.seed("favor", seed))
-    mirrored = estimator == "hyperbolic"
     if mirrored and num_features % 2:
         raise checks.odd_hyperbolic(num_features)
-    rows = num_features // 2 if mirrored else num_features
-    heads = [gaussian_rows(rows, head_dim, coupling, generator) for _ in range(num_heads or 1)]
-    weight = torch.stack(heads)
-    weight = torch.cat([weight, -weight], dim=1) if mirrored else weight
-    return weight.float().to(torch.get_default_device())
+    count = num_features // 2 if mirrored else num_features
+    noise = torch.stack([gaussian_rows(count, head_dim, coupling, generator) for _ in range(heads)])
+    noise = torch.cat([noise, -noise], dim=1) if mirrored else noise
+    rows, log_weight = noise, torch.zeros_like(noise[..., 0])
+    if proposal is not None:
+        mean, root = (t.to("cpu", torch.float64) for t in proposal)
+        rows = mean[:, None] + noise @ root.mT
+        log_weight = log_density_ratio(rows, noise, root)
+    device = torch.get_default_device()
+    return Rows(rows.float().to(device), log_weight.float().to(device))
 
 
 def draw_feature_map(
@@ -80,13 +95,28 @@ def draw_feature_map(
     coupling: str = "orthogonal",
     num_heads: int | None = None,
     seed: int = 0,
+    proposal: Proposal | None = None,
 ) -> FeatureMap:
     """A random `FeatureMap` for `subquad.functional.favor_attention`.
+
+    Args:
+        estimator: "positive" (FAVOR+) or "hyperbolic" (every row with both signs).
+        proposal: what rows are drawn from, with one mean and root per head; None for N(0, I).
 
     Example:
         >>> draw_feature_map(head_dim=8, num_features=32).query.shape
         torch.Size([1, 32, 8])
     """
-    return positive_map(
-        draw_weight(head_dim, num_features, estimator=estimator, coupling=coupling, num_heads=num_heads, seed=seed)
+    checks.choice("favor", "estimator", estimator, ("positive", "hyperbolic"))
+    if proposal is not None:
+        checks.proposal(proposal, num_heads or 1, head_dim, estimator)
+    drawn = draw_rows(
+        head_dim,
+        num_features,
+        coupling=coupling,
+        num_heads=num_heads,
+        seed=seed,
+        mirrored=estimator == "hyperbolic",
+        proposal=proposal,
     )
+    return positive_map(drawn.weight, None if proposal is None else drawn.log_weight)

@@ -12,7 +12,7 @@ from torch import Tensor
 from subquad import checks
 from subquad.checks import buckets as bucket_checks
 from subquad.features.draws import derived_seed
-from subquad.features.positive import FeatureMap, draw_weight, positive_map
+from subquad.features.positive import FeatureMap, draw_rows, positive_map
 from subquad.kernels.precision import without_autocast
 from subquad.mechanism import State, masked_softmax
 from subquad.mechanisms import cluster_features
@@ -173,7 +173,7 @@ class ClusterAttention(BucketMechanism):
             return super().dense_weights(q, k, seen, q_index, k_index)
         same_cluster = self.buckets(q)[0][..., None] == self.buckets(k)[0][:, :, None]
         x, y = (t * self.scale**0.5 for t in (q, k))
-        return masked_softmax(log_estimate(x, y, self.weight.to(q.dtype)), seen & same_cluster)
+        return masked_softmax(log_estimate(x, y, self._map), seen & same_cluster)
 
     @without_autocast
     def forward(
@@ -244,7 +244,5 @@ class ClusterAttention(BucketMechanism):
         return F.normalize(drawn, dim=-1).float().to(torch.get_default_device())
 
     def _draw_features(self, seed: int) -> Tensor:
-        options = {"estimator": "positive", "coupling": "orthogonal", "num_heads": None}
-        return draw_weight(
-            self.head_dim, self.num_features, seed=derived_seed(checks.seed(self.name, seed), 1), **options
-        )
+        own_seed = derived_seed(checks.seed(self.name, seed), 1)
+        return draw_rows(self.head_dim, self.num_features, coupling="orthogonal", num_heads=None, seed=own_seed).weight

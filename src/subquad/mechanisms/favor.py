@@ -1,17 +1,21 @@
 """FAVOR+ (Performer) with exact near blocks and sinks under one normaliser.
 
 A query attends exactly, by exp(q.k), to the first `sinks` real tokens, to its own block of `near` tokens and to the
-neighbouring ones (causal: the previous one); to all others, the far field, by random features. `near=0, sinks=0` is
-the estimator of the paper. Blocks and sinks are counted in real tokens, so padding moves no border.
+neighbouring ones (causal: the previous one); to all others, the far field, by random or learned features. `near=0,
+sinks=0` is the estimator of the paper. Blocks and sinks are counted in real tokens, so padding moves no border.
 """
 
-import math
+import warnings
 
 import torch
 from torch import Tensor
 
 from subquad import checks
-from subquad.features.positive import ESTIMATORS, FeatureMap, draw_weight, positive_map
+from subquad.errors import UncalibratedWarning
+from subquad.features.drawn import DRAWN, FITTED, DrawnFeatures
+from subquad.features.draws import check_coupling
+from subquad.features.learned import LEARNED, ExponentialFeatures, SoftmaxFeatures, learned_features
+from subquad.features.positive import FeatureMap
 from subquad.features.trigonometric import trigonometric_features, trigonometric_log_weight
 from subquad.kernels import ops
 from subquad.kernels.favor import FavorInputs
@@ -31,6 +35,7 @@ from subquad.mechanisms.favor_state import FavorOptions, FavorState, map_heads
 from subquad.mechanisms.packing import pack, slots_of, unpack
 
 KERNELS = ("softmax", "gaussian")
+ESTIMATORS = (*DRAWN, *LEARNED)
 
 
 @without_autocast
@@ -144,12 +149,14 @@ class FavorAttention(RandomFeatures, Mechanism):
         num_features: M. The far field's error falls slowly with it, time grows with it.
         near: tokens per exact block; 0 for none, which cross-attention needs.
         sinks: leading tokens that every query sees exactly.
-        estimator: "positive" (FAVOR+), "hyperbolic" (rows with both signs), "trigonometric" (signed; for study, only
-            with near=0, sinks=0).
-        coupling: "orthogonal" or "iid" rows.
+        estimator: of the far field. Drawn from N(0, I): "positive" (FAVOR+), "hyperbolic" (rows with both signs),
+            "trigonometric" (signed; for study, only with near=0, sinks=0). Drawn from what `subquad.calibrate` found:
+            "optimal" (FAVOR++), "sharp" (FAVOR#), "calibrated" (the best of them). Learned: "softmax", "exponential".
+        coupling: of drawn rows: "orthogonal", "iid", "simplex" or "hadamard" (head_dim a power of two).
         kernel: "softmax" or "gaussian".
-        num_heads: heads of k, for a draw of its own in each (query heads that share a key head share its draw);
-            None draws once for all.
+        num_heads: heads of k, for features of their own in each (query heads that share a key head share them);
+            heads of q, for features of their own in each of those, where keys are repeated; None: one map for all.
+        transform: with "calibrated", calibration may also stretch queries and shrink keys, which leaves q.k as it is.
         seed: of the draw. Only `redraw` changes it.
 
     Example:
@@ -160,7 +167,7 @@ class FavorAttention(RandomFeatures, Mechanism):
 
     name = "favor"
     cross_attention_advice = "use near=0 for cross-attention"
-    weight: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
+    features: DrawnFeatures | SoftmaxFeatures | ExponentialFeatures
 
     def __init__(
         self,
@@ -174,21 +181,46 @@ class FavorAttention(RandomFeatures, Mechanism):
         kernel: str = "softmax",
         scale: float | None = None,
         num_heads: int | None = None,
+        transform: bool = False,
         seed: int = 0,
         backend: str = "auto",
         chunk: int | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = checks.count(self.name, "head_dim", head_dim)
-        self.num_features = checks.count(self.name, "num_features", num_features)
         self.options = make_options(near, sinks, kernel, scale, backend, chunk, head_dim=head_dim)
-        checks.choice(self.name, "estimator", estimator, (*ESTIMATORS, "trigonometric"))
-        self.estimator, self.coupling = estimator, coupling
-        self.num_heads = checks.optional_count(self.name, "num_heads", num_heads)
-        if self.trigonometric and (near or sinks):
-            raise checks.not_with_trigonometric(near, sinks)
-        self.seed = seed
-        self.register_buffer("weight", self._draw(seed))
+        check_coupling(self.name, coupling, head_dim)
+        self.coupling = coupling
+        self.seed = checks.seed(self.name, seed)
+        self.set_features(estimator, num_features, num_heads, transform=transform)
+        if estimator in FITTED and self.features.weight.device.type != "meta":  # a model being loaded has its own
+            warnings.warn(checks.not_calibrated(estimator), UncalibratedWarning, stacklevel=2)
+
+    def set_features(
+        self, estimator: str, num_features: int, num_heads: int | None, *, transform: bool = False
+    ) -> None:
+        """Features of another kind or number, as the constructor makes them. Loses the present ones."""
+        checks.choice(self.name, "estimator", estimator, ESTIMATORS)
+        checks.optional_count(self.name, "num_heads", num_heads)
+        if estimator == "trigonometric" and (self.options.near or self.options.sinks):
+            raise checks.not_with_trigonometric(self.options.near, self.options.sinks)
+        if transform and estimator != "calibrated":
+            raise checks.no_transform(estimator)
+        self.estimator, self.num_heads, self.transform = estimator, num_heads, transform
+        self.num_features = checks.count(self.name, "num_features", num_features)
+        common = {"coupling": self.coupling, "num_heads": num_heads, "scale": self.options.scale, "seed": self.seed}
+        if estimator in LEARNED:
+            offset = bool(self.options.near or self.options.sinks)
+            self.features = learned_features(estimator, self.head_dim, num_features, offset=offset, **common)
+        else:
+            self.features = DrawnFeatures(
+                self.head_dim, num_features, estimator=estimator, transform=transform, **common
+            )
+
+    @property
+    def weight(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Drawn rows `[heads or 1, M, D]`; None if features are learned."""
+        return self.features.weight if isinstance(self.features, DrawnFeatures) else None
 
     @property
     def trigonometric(self) -> bool:
@@ -204,7 +236,7 @@ class FavorAttention(RandomFeatures, Mechanism):
 
     @property
     def feature_map(self) -> FeatureMap:
-        return positive_map(self.weight)
+        return self.features.feature_map
 
     @property
     def chunk(self) -> int | None:
@@ -221,22 +253,38 @@ class FavorAttention(RandomFeatures, Mechanism):
         return (
             f"head_dim={self.head_dim}, num_features={self.num_features}, near={o.near}, sinks={o.sinks}, "
             f"estimator={self.estimator!r}, coupling={self.coupling!r}, kernel={kernel!r}, scale={o.scale:.4g}, "
-            f"num_heads={self.num_heads}"
+            f"num_heads={self.num_heads}" + (", transform=True" if self.transform else "")
         )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
 
     def redraw(self, seed: int) -> None:
         """Fresh random features, in place; the same seed gives the same ones on every machine and rank.
 
-        States made before belong to the old features: start decoding again.
+        What `calibrate` found stays. States made before belong to the old features: start decoding again.
         """
-        self.weight.copy_(self._draw(seed))
+        if not isinstance(self.features, DrawnFeatures):
+            raise checks.learned_features_stay(self.estimator)
+        self.features.redraw(seed)
 
     def reset_parameters(self) -> None:
         """The features of the constructor's seed, for modules materialised from the meta device."""
-        self.redraw(self.seed)
+        self.features.reset_parameters()
 
     def check_heads(self, q: Tensor, k: Tensor) -> None:
-        checks.feature_map(self.name, FeatureMap(self.weight, self.weight, self.weight[:, :, 0]), q, k)
+        checks.feature_map(self.name, self.feature_map, q, k)
+
+    def _turned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys after the transform, if there is one, in the precision of the features."""
+        if not self.transform:
+            return q, k, v
+        assert isinstance(self.features, DrawnFeatures)
+        k, v = map_heads(self.feature_map, q, k, v)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        turns = (self.features.query_transform, self.features.key_transform)
+        q, k = (_turn(x.to(dtype), turn) for x, turn in zip((q, k), turns, strict=True))
+        return q, k, v.to(dtype)
 
     @without_autocast
     def forward(
@@ -246,14 +294,16 @@ class FavorAttention(RandomFeatures, Mechanism):
         if self.trigonometric:
             k, v = map_heads(self.feature_map, q, k, v)
             return self._trigonometric(q, k, v, key_mask, None, causal)[0]
-        return _attend(self.options, q, k, v, self.feature_map, causal, key_mask)
+        dtype = v.dtype
+        return _attend(self.options, *self._turned(q, k, v), self.feature_map, causal, key_mask).to(dtype)
 
     @without_autocast
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, FavorState]:
         checks.extend(self, q, k, v, key_mask)
-        options, feature_map = self.options, self.feature_map
+        options, feature_map, dtype = self.options, self.feature_map, v.dtype
+        q, k, v = self._turned(q, k, v)
         k, v = map_heads(feature_map, q, k, v)
         shapes = favor_state.shapes(options, k, v, *self._state_sizes())
         if state is not None:
@@ -263,28 +313,29 @@ class FavorAttention(RandomFeatures, Mechanism):
             out, far_max, far_sum = self._trigonometric(q, k, v, key_mask, past, True)
             new = q.shape[2] if key_mask is None else key_mask.sum(-1)
             return out, past._replace(length=past.length + new, far_max=far_max, far_sum=far_sum)
-        return favor_state.extend(options, q, k, v, feature_map, past, key_mask)
+        out, new_state = favor_state.extend(options, q, k, v, feature_map, past, key_mask)
+        return out.to(dtype), new_state
 
     def _state_sizes(self) -> tuple[int, int]:
         """Running maxima and features per head of the far field."""
         return (1, 2 * self.num_features) if self.trigonometric else (self.num_features, self.num_features)
 
     def dense_weights(self, q: Tensor, k: Tensor, seen: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+        q, k, _ = self._turned(q, k, k)
         x, y = (t * self.options.scale**0.5 for t in (q, k))
-        weight = self.weight.to(q.dtype)
-        weight = weight if weight.shape[0] == 1 else weight.repeat_interleave(q.shape[1] // weight.shape[0], 0)
         if self.trigonometric:
             log_weight = self._trigonometric_log_weight(y)
             top = log_weight.amax(-1, keepdim=True).detach()
+            weight = _for_heads(self.feature_map.query, q)
             estimate = trigonometric_features(x, weight) @ trigonometric_features(y, weight).mT
             return normalised(estimate * (log_weight - top).exp()[:, :, None] * seen)
-        exact = self._exact_pairs(q_index, k_index)
-        logits = torch.where(exact, x @ y.mT, log_estimate(x, y, weight))
+        exact = self.exact_pairs(q_index, k_index)
+        logits = torch.where(exact, x @ y.mT, log_estimate(x, y, self.feature_map))
         if self.options.gaussian:
             logits = logits - (y.square().sum(-1) / 2)[:, :, None]
         return masked_softmax(logits, seen)
 
-    def _exact_pairs(self, q_index: Tensor, k_index: Tensor) -> Tensor:
+    def exact_pairs(self, q_index: Tensor, k_index: Tensor) -> Tensor:
         """`[B or 1, 1, R, S]`: pairs whose weight is exact."""
         exact = (k_index < self.options.sinks)[:, None].expand(-1, q_index.shape[1], -1)
         if self.options.near:
@@ -304,7 +355,7 @@ class FavorAttention(RandomFeatures, Mechanism):
         if key_mask is not None:
             k = k.masked_fill(~key_mask[:, None, :, None], 0)
         x, y = (t.to(dtype) * self.options.scale**0.5 for t in (q, k))
-        weight = self.weight.to(dtype)
+        weight = self.feature_map.query.to(dtype)
         groups = q.shape[1] // k.shape[1] if weight.shape[0] > 1 else 1
         phi_q = trigonometric_features(x, weight.repeat_interleave(groups, 0))
         phi_k = trigonometric_features(y, weight)
@@ -320,20 +371,29 @@ class FavorAttention(RandomFeatures, Mechanism):
         )
         return out.to(q.dtype), far_max, far_sum
 
-    def _draw(self, seed: int) -> Tensor:
-        estimator = "positive" if self.trigonometric else self.estimator
-        return draw_weight(
-            self.head_dim,
-            self.num_features,
-            estimator=estimator,
-            coupling=self.coupling,
-            num_heads=self.num_heads,
-            seed=seed,
-        )
+
+def log_estimate(x: Tensor, y: Tensor, map: FeatureMap) -> Tensor:
+    """log of sum_r phi_r(x) psi_r(y), which estimates exp(x.y). x `[B, H, T, D]`, y `[B, H, S, D]`."""
+    query, key, bias = (_for_heads(t, x) for t in (map.query, map.key, map.key_bias))
+    log_phi, log_psi = x @ query.mT, y @ key.mT
+    if map.rule == "groups":
+        log_phi, log_psi = (t.unflatten(-1, (map.groups, -1)).log_softmax(-1).flatten(-2) for t in (log_phi, log_psi))
+    if map.rule == "norm":
+        log_phi = log_phi - x.square().sum(-1, keepdim=True) / 2
+        log_psi = log_psi - y.square().sum(-1, keepdim=True) / 2
+    if map.offset_weight is not None and map.offset_bias is not None:
+        offset_weight, offset_bias = _for_heads(map.offset_weight, x), _for_heads(map.offset_bias, x)
+        log_phi = log_phi + x @ offset_weight[..., None] + offset_bias[:, None, None]
+    return log_sum_of_products(log_phi, log_psi + bias[:, None])
 
 
-def log_estimate(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-    """log of (1/M) sum_r exp(w_r.x - |x|^2/2) exp(w_r.y - |y|^2/2), which estimates exp(x.y). `[B, H, T, S]`."""
-    log_phi = x @ weight.mT - x.square().sum(-1, keepdim=True) / 2
-    log_psi = y @ weight.mT - y.square().sum(-1, keepdim=True) / 2
-    return log_sum_of_products(log_phi, log_psi) - math.log(weight.shape[1])
+def _for_heads(tensor: Tensor, like: Tensor) -> Tensor:
+    """`[1 or K, ...]` for each of the heads of `like`, in its dtype."""
+    tensor = tensor.to(like.dtype)
+    return tensor.repeat_interleave(like.shape[1] // tensor.shape[0], 0)
+
+
+def _turn(x: Tensor, turn: Tensor | None) -> Tensor:
+    """`turn @ x` for each token. x `[B, H, T, D]`, turn `[1 or K, D, D]`."""
+    assert turn is not None
+    return x @ _for_heads(turn, x).mT

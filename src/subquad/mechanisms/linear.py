@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from subquad import checks
-from subquad.features.draws import COUPLINGS, gaussian_rows
+from subquad.features.draws import check_coupling, gaussian_rows
 from subquad.features.elementwise import ELEMENTWISE
 from subquad.features.positive import FeatureMap
 from subquad.kernels import ops
@@ -196,7 +196,7 @@ class LinearAttention(RandomFeatures, Mechanism):
         self.num_features = checks.optional_count(self.name, "num_features", num_features)
         self.num_heads = checks.optional_count(self.name, "num_heads", num_heads)
         self.coupling = coupling or "orthogonal"
-        checks.choice(self.name, "coupling", self.coupling, COUPLINGS)
+        check_coupling(self.name, self.coupling, self.head_dim)
         self.chunk = chunk
         checks.backend(self.name, backend)
         self.backend = backend

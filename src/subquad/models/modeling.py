@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from subquad.checks import models as checks
+from subquad.features.buffers import LayerFeatures
 from subquad.mechanism import Mechanism, RandomFeatures
 from subquad.models.cache import SubquadCache
 from subquad.models.configuration import SubquadConfig
@@ -25,7 +26,8 @@ class SubquadPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, RandomFeatures):
+        owns_tensors = next(module.parameters(False), None) is not None or next(module.buffers(False), None) is not None
+        if isinstance(module, (RandomFeatures, LayerFeatures)) and owns_tensors:
             module.reset_parameters()
 
     def mechanisms(self) -> list[Mechanism]:
