@@ -217,6 +217,11 @@ class FavorAttention(RandomFeatures, Mechanism):
                 self.head_dim, num_features, estimator=estimator, transform=transform, **common
             )
 
+    def adopt_features(self, other: "FavorAttention") -> None:
+        """Takes the features of another layer of the same head_dim, kernel, near blocks and sinks."""
+        self.features, self.estimator, self.transform = other.features, other.estimator, other.transform
+        self.num_features, self.num_heads = other.num_features, other.num_heads
+
     @property
     def weight(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Drawn rows `[heads or 1, M, D]`; None if features are learned."""
