@@ -27,10 +27,10 @@ class ErrorSum:
 
     @property
     def errors(self) -> Tensor:
-        """float64 `[H]`."""
+        """float64 `[H]`. Of a head whose exact output is zero: 0 if that is what came out, else infinity."""
         assert self.wrong is not None
         assert self.size is not None
-        return (self.wrong / self.size).sqrt().cpu()
+        return torch.where(self.wrong > 0, self.wrong / self.size, 0.0).sqrt().cpu()
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Features fitted to the queries and keys a model really has."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from subquad.calibration.errors import head_errors
 from subquad.calibration.heads import Batch, Heads, Layer, collect
-from subquad.calibration.moments import balancing, fitted_proposal, pair_moments, transformed
+from subquad.calibration.moments import Moments, balancing, fitted_proposal, pair_moments, transformed
+from subquad.calibration.progress import Tell, counting, telling
 from subquad.calibration.report import CalibrationReport, LayerReport
 from subquad.calibration.training import start_features, train_features
 from subquad.checks import calibration as checks
@@ -47,7 +48,7 @@ def calibrate(
     rows: int = 256,
     transform: bool = False,
     seed: int = 0,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: bool | Tell = True,
 ) -> CalibrationReport:
     """Fits the features of every FAVOR layer to data, in place; nothing changes if it fails.
 
@@ -65,7 +66,8 @@ def calibrate(
         target, cap: for num_features="auto" only.
         rows: queries per batch whose exact attention weighs the statistics.
         transform: calibrated only: also balance queries and keys.
-        progress: told the name of what is done, how much of it, and of how much.
+        progress: True shows a bar if stderr is a terminal and rich is installed; a function is told what is done, how
+            much of it, and of how much.
 
     Example:
         >>> from subquad import FavorAttention
@@ -76,18 +78,9 @@ def calibrate(
     """
     settings = Settings(estimator, num_features, steps, target, cap, rows, transform, seed)
     checks.settings(settings, (*FITTED, *LEARNED), LEARNED)
-    tell = progress or (lambda *_: None)
     given = list(checks.batches("calibrate", batches))
-    layers = collect(model, given, op="calibrate", exact=True, progress=_counter(tell, "running the model", len(given)))
-    layers = [layer for layer in layers if isinstance(layer.mechanism, FavorAttention)]
-    checks.favor_layers(model, len(layers))
-    fitted, reports = [], []
-    for number, layer in enumerate(layers):
-        tell(f"fitting {layer.name}", number, len(layers))
-        mechanism, report = _fit_layer(layer, settings, derived_seed(seed, number))
-        fitted.append(mechanism)
-        reports.append(report)
-    tell("done", len(layers), len(layers))
+    with telling(progress) as tell:
+        layers, fitted, reports = _fit(model, given, settings, tell)
     checks.reached(settings, reports)
     for layer, mechanism in zip(layers, fitted, strict=True):
         cast(FavorAttention, layer.mechanism).adopt_features(mechanism)
@@ -95,15 +88,22 @@ def calibrate(
     return CalibrationReport(estimator, len(given) > 1, tuple(reports))
 
 
-def _counter(tell: Callable[[str, int, int], None], what: str, total: int) -> Callable[[int], None]:
-    done = 0
-
-    def count(amount: int) -> None:
-        nonlocal done
-        done += amount
-        tell(what, done, total)
-
-    return count
+def _fit(
+    model: nn.Module, batches: list[Batch], settings: Settings, tell: Tell
+) -> tuple[list[Layer], list[FavorAttention], list[LayerReport]]:
+    """The FAVOR layers, what they should become, and how good that is."""
+    progress = counting(tell, "running the model", len(batches))
+    layers = collect(model, batches, op="calibrate", exact=True, progress=progress)
+    layers = [layer for layer in layers if isinstance(layer.mechanism, FavorAttention)]
+    checks.favor_layers(model, len(layers))
+    fitted, reports = [], []
+    for number, layer in enumerate(layers):
+        tell(f"fitting {layer.name}", number, len(layers))
+        mechanism, report = _fit_layer(layer, settings, derived_seed(settings.seed, number))
+        fitted.append(mechanism)
+        reports.append(report)
+    tell("done", len(layers), len(layers))
+    return layers, fitted, reports
 
 
 def split(batches: Sequence[Heads]) -> tuple[list[Heads], list[Heads]]:
@@ -158,9 +158,7 @@ def fitted_attention(
         train_features(fitted, batches, steps=settings.steps, seed=seed)
         return fitted
     features = cast(DrawnFeatures, fitted.features)
-    alike = settings.estimator != "calibrated"
-    moments = pair_moments(mechanism, batches, rows=settings.rows, seed=seed, alike=alike)
-    moments = moments.in_heads(len(features.weight))
+    moments = _moments(fitted, batches, settings, len(features.weight), seed)
     if features.query_transform is not None and features.key_transform is not None:
         turns = balancing(moments)
         moments = transformed(moments, *turns)
@@ -168,6 +166,21 @@ def fitted_attention(
         features.key_transform.copy_(turns[1])
     features.fit(fitted_proposal(settings.estimator, moments), seed)
     return fitted
+
+
+def _moments(
+    mechanism: FavorAttention, batches: Sequence[Heads], settings: Settings, map_heads: int, seed: int
+) -> Moments:
+    """Of all far pairs alike, or weighted by attention; a head that never looks far away has no weights to go by."""
+    alike = settings.estimator != "calibrated"
+    moments = pair_moments(mechanism, batches, rows=settings.rows, seed=seed, alike=alike).in_heads(map_heads)
+    if alike or bool((moments.weight > 0).all()):
+        return moments
+    plain = pair_moments(mechanism, batches, rows=settings.rows, seed=seed, alike=True).in_heads(map_heads)
+    looks = moments.weight > 0
+    return Moments(
+        *(torch.where(looks.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(moments, plain, strict=True))
+    )
 
 
 def _note_in_config(model: Any) -> None:
@@ -180,6 +193,7 @@ def _note_in_config(model: Any) -> None:
         name, chosen = config.layer_attention(layer)
         if isinstance(mechanism, FavorAttention):
             chosen |= {"estimator": mechanism.estimator, "num_features": mechanism.num_features}
+            chosen.pop("transform", None)
             chosen |= {"transform": True} if mechanism.transform else {}
         names.append(name)
         options.append(chosen)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.checks import calibration as checks
-from subquad.mechanism import Mechanism
+from subquad.mechanism import Mechanism, repeat_heads
 from subquad.mechanisms.favor import FavorAttention
 from subquad.mechanisms.softmax import SoftmaxAttention, softmax_attention
 
@@ -45,6 +45,11 @@ class Heads(NamedTuple):
         q, k, scale = self._as_softmax()
         exact = SoftmaxAttention(q.shape[-1], scale=scale)
         return exact.attention_matrix(q, k, causal=self.causal, key_mask=self.key_mask, rows=rows)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Of the queries `rows` with all keys, visible or not, `[B, H, len(rows), S]`: softmax makes weights of them."""
+        q, k, scale = self._as_softmax()
+        return scale * q[:, :, rows] @ repeat_heads(k, q.shape[1]).mT
 
     def attend(self, mechanism: Mechanism) -> Tensor:
         """What `mechanism` makes of it."""

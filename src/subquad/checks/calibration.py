@@ -20,6 +20,8 @@ def batches(op: str, given: Any) -> list[Any]:
 
 
 def can_be_heard(op: str, model: Any) -> None:
+    if getattr(getattr(model, "config", None), "model_type", None) == "subquad":
+        raise ConfigError(f"{op}: {type(model).__name__} has no favor or softmax attention")
     if not hasattr(model, "set_attn_implementation"):
         raise ConfigError(
             f"{op}: {type(model).__name__} has no favor or softmax attention of subquad and is no Hugging Face model"
@@ -70,11 +72,18 @@ def far_pairs(mechanism: Any, heads: Sequence[Any]) -> None:
     """Some query must have keys that are left to the features."""
     near, sinks = mechanism.options.near, mechanism.options.sinks
     longest = max(h.k.shape[2] if h.key_mask is None else int(h.key_mask.sum(-1).max()) for h in heads)
-    if (near and longest <= max(2 * near, sinks)) or (not near and longest <= sinks):
+    if longest <= all_exact(near, sinks, heads[0].causal):
         raise ConfigError(
             f"calibrate: with near={near} and sinks={sinks} a sequence of {longest} tokens is all exact, "
             "there is nothing to estimate; give longer sequences"
         )
+
+
+def all_exact(near: int, sinks: int, causal: bool) -> int:
+    """Tokens of the longest sequence in which no pair is left to the features."""
+    if not near:
+        return sinks
+    return (sinks // near + 2) * near if causal else max(2 * near, sinks)
 
 
 def reached(given: Any, reports: Sequence[Any]) -> None:

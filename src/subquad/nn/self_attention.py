@@ -10,6 +10,7 @@ from subquad.features.draws import derived_seed
 from subquad.mechanism import Mechanism, RandomFeatures, State
 from subquad.mechanisms import attention as make_mechanism
 from subquad.mechanisms import mechanism_class
+from subquad.mechanisms.favor import FavorAttention
 from subquad.nn.positions import Rotation
 
 
@@ -34,8 +35,9 @@ def layer_mechanism(
     checks.no_head_dim(name, options)
     options = mechanism_class(name).layer_options(options, key_heads=key_heads, max_length=max_length)
     mechanism = make_mechanism(name, head_dim=head_dim, **options)
-    if not isinstance(mechanism, RandomFeatures) or next(mechanism.buffers(), None) is None:
-        return mechanism  # draws nothing
+    drawn = isinstance(mechanism, RandomFeatures) and next(mechanism.buffers(), None) is not None
+    if not drawn and not isinstance(mechanism, FavorAttention):  # whose learned features begin at random too
+        return mechanism
     own = {"num_heads": key_heads, **options, "seed": layer_seed(options.get("seed") or 0, layer)}
     return make_mechanism(name, head_dim=head_dim, **own)
 

@@ -1,0 +1,44 @@
+"""How far long work has come, for whoever wants to know."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+Tell = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+
+
+@contextmanager
+def telling(progress: bool | Tell) -> Iterator[Tell]:
+    """A function to be told of progress: the caller's own, a bar on a terminal, or one that keeps it to itself."""
+    if callable(progress):
+        yield progress
+    elif progress and sys.stderr.isatty() and find_spec("rich") is not None:
+        with _bar() as tell:
+            yield tell
+    else:
+        yield lambda *_: None
+
+
+@contextmanager
+def _bar() -> Iterator[Tell]:
+    """On stderr; gone when the work is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("")
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+def counting(tell: Tell, what: str, total: int) -> Callable[[int], None]:
+    """For work that tells how much more of it is done."""
+    done = 0
+
+    def count(amount: int) -> None:
+        nonlocal done
+        done += amount
+        tell(what, done, total)
+
+    return count
