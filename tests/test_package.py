@@ -48,7 +48,7 @@ LAYERS = (
 PUBLIC = {
     "MECHANISMS ClusterAttention FavorAttention FeatureMap IdentityAttention LinearAttention "
     "LinformerAttention LshAttention Mechanism SoftmaxAttention State StridedAttention SubquadError "
-    "WindowAttention attention calibrate draw_feature_map errors features functional reorder_state state_bytes"
+    "WindowAttention attention calibrate diagnose draw_feature_map errors features functional reorder_state state_bytes"
 }
 
 

@@ -4,6 +4,7 @@ from importlib.metadata import version
 
 from subquad import errors, features, functional
 from subquad.calibration import calibrate
+from subquad.diagnostics import diagnose
 from subquad.errors import SubquadError
 from subquad.features import FeatureMap, draw_feature_map
 from subquad.mechanism import Mechanism, State, reorder_state, state_bytes
@@ -37,6 +38,7 @@ __all__ = [
     "WindowAttention",
     "attention",
     "calibrate",
+    "diagnose",
     "draw_feature_map",
     "errors",
     "features",

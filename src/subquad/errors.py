@@ -43,3 +43,7 @@ class CalibrationError(SubquadError, RuntimeError):
 
 class UncalibratedWarning(UserWarning):
     """Features that were meant to be fitted to data are used as they come."""
+
+
+class FeatureWarning(UserWarning):
+    """Features that do no better in a model than no features at all."""

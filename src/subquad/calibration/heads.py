@@ -47,7 +47,7 @@ class Heads(NamedTuple):
         return exact.attention_matrix(q, k, causal=self.causal, key_mask=self.key_mask, rows=rows)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Of the queries `rows` with all keys, visible or not, `[B, H, len(rows), S]`: softmax makes weights of them."""
+        """Of the queries `rows` with all keys, visible or not, `[B, H, len(rows), S]`."""
         q, k, scale = self._as_softmax()
         return scale * q[:, :, rows] @ repeat_heads(k, q.shape[1]).mT
 

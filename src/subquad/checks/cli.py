@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from subquad.checks import seed as checked_seed
 from subquad.errors import CheckpointError, ConfigError, DataError, SubquadError
@@ -124,6 +124,37 @@ def _value(text: str) -> Any:
 def something_to_read(count: int, paths: list[Path]) -> None:
     if not count:
         raise DataError(f"{', '.join(map(str, paths))}: holds no sequence")
+
+
+def length_fits(length: int, *limits: int | None) -> None:
+    """Models with learned positions fail beyond theirs, others have never seen such."""
+    longest = min((limit for limit in limits if limit is not None), default=length)
+    if length > longest:
+        raise ConfigError(f"--length: the model takes at most {longest} tokens, got {length}")
+
+
+def feature_count(text: str | None) -> "int | Literal['auto'] | None":
+    """Of `subquad calibrate`."""
+    if text is None or text == "auto":
+        return text
+    if not text.isdecimal() or not int(text):
+        raise ConfigError(f"--features: must be a whole number of at least 1, or auto, got {text!r}")
+    return int(text)
+
+
+def new_folder(path: Path) -> None:
+    """Complains before the work, not after; what is there stays."""
+    if path.exists() or path.is_symlink():
+        raise DataError(f"--out {path}: exists already; give another name")
+
+
+def json_file(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.suffix != ".json":
+        raise ConfigError(f"--json: must end in .json, got {path.name!r}")
+    if not path.parent.is_dir():
+        raise DataError(f"--json {path}: there is no folder {path.parent}")
 
 
 def no_prompt(prompt: str) -> None:

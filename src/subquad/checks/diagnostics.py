@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.checks import count, shape_of
+from subquad.checks import choice, count, seed, shape_of
 from subquad.errors import ConfigError, DataError, DtypeError, MaskError, ShapeError
 
 
@@ -81,6 +81,25 @@ def rank(value: Any, length: int) -> None:
 def share(value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         raise ConfigError(f"spectrum: share must be above 0 and at most 1, got {value!r}")
+
+
+def diagnose_settings(given: Any, estimators: Sequence[str]) -> None:
+    op = "diagnose"
+    count(op, "rows", given.rows)
+    tolerance = given.tolerance
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 < tolerance < 1:
+        raise ConfigError(f"{op}: tolerance must lie between 0 and 1, got {tolerance!r}")
+    choice(op, "estimator", given.estimator, estimators)
+    seed(op, given.seed)
+
+
+def options_are_used(mechanisms: Sequence[Any], favor: type, options: Mapping[str, Any]) -> None:
+    """Nothing that is given is ignored."""
+    if options and all(isinstance(mechanism, favor) for mechanism in mechanisms):
+        raise ConfigError(
+            f"diagnose: {', '.join(options)} is for layers with exact attention, but all of these are FAVOR and are "
+            "judged as they are; leave it out"
+        )
 
 
 @contextmanager

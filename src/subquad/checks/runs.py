@@ -139,3 +139,12 @@ def loss_is_no_number(loss: float, step: int, last: Path | None) -> TrainingErro
     return TrainingError(
         f"train: the loss is {loss} at step {step}; {kept}; try a smaller learning rate or more warm-up"
     )
+
+
+def useless_features(layers: Sequence[Any], step: int) -> str:
+    shown = ", ".join(f"{layer.name} ({layer.error:.2f}, the mean {layer.uniform:.2f})" for layer in layers)
+    return (
+        f"train: at step {step} the features of {len(layers)} layers do about as badly as the mean of all values, "
+        f"by their error against exact attention on held-out sequences: {shown}. `subquad diagnose` tells more, head "
+        "by head; `subquad.calibrate` fits features to the model; or give these layers exact attention (softmax)"
+    )

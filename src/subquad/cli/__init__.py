@@ -2,12 +2,15 @@
 
 import os
 import sys
-from typing import Annotated
+import warnings
+from typing import Annotated, Any
 
 import typer
 from typer.exceptions import TyperException
 
+from subquad.cli.calibrate import calibrate
 from subquad.cli.demo import demo
+from subquad.cli.diagnose import diagnose
 from subquad.cli.doctor import doctor
 from subquad.cli.embed import embed
 from subquad.cli.generate import generate
@@ -31,6 +34,8 @@ for command, example in (
     (score, "subquad score runs/mine candidates.fasta --output scores.csv"),
     (embed, "subquad embed runs/mine proteins.fasta --output vectors.npz"),
     (spectrum, "subquad spectrum runs/mine proteins.fasta --length 512 --output spectrum.png"),
+    (diagnose, "subquad diagnose runs/mine proteins.fasta --output heads.png"),
+    (calibrate, "subquad calibrate runs/mine proteins.fasta --features auto --out runs/calibrated"),
     (demo, "subquad demo --out demo"),
     (doctor, "subquad doctor"),
 ):
@@ -47,6 +52,12 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Show the v
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; the exit code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        return _run(arguments)
+
+
+def _run(arguments: list[str] | None) -> int:
     try:
         code = app(arguments, standalone_mode=False)
     except SubquadError as error:
@@ -61,6 +72,16 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _complain("interrupted", code=130)
     return code if isinstance(code, int) else 0
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    """Ours are for users, in one line; those of others are for developers."""
+    if category.__module__.startswith("subquad"):
+        print(f"subquad: warning: {message}", file=sys.stderr)
+    else:
+        print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=sys.stderr)
 
 
 def _complain(message: str, code: int = 2) -> int:

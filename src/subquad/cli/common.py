@@ -109,6 +109,70 @@ def read_sequences(loaded: Loaded, paths: list[Path]) -> list[Named]:
     return [Named(name, torch.from_numpy(ids.astype(np.int64))) for name, ids in found]
 
 
+def load_with_sequences(path: Path, sequences: list[Path], length: int) -> "tuple[Any, list[Tensor]]":
+    """A model of ours without its head, or one of Hugging Face, and its sequences, cut to `length` tokens."""
+    from transformers import AutoConfig
+
+    import subquad.models  # noqa: F401 - registers our models
+    from subquad.training import model_folder
+
+    quiet()
+    folder = model_folder(path)
+    with checks.loadable(folder):
+        config = AutoConfig.from_pretrained(folder)
+    if config.model_type != "subquad":
+        return _load_hugging_face(folder, config, sequences, length)
+    loaded = load_model(path, head=False)
+    return loaded.model, cut_sequences(loaded, sequences, length)
+
+
+def cut_sequences(loaded: Loaded, paths: list[Path], length: int) -> "list[Tensor]":
+    """The first `length` tokens of each sequence, with the start token; of text, all windows of that many."""
+    import torch
+
+    named = read_sequences(loaded, paths)
+    checks.something_to_read(len(named), paths)
+    start = torch.tensor([loaded.start])
+    pieces = [item.ids for item in named]
+    if loaded.domain == "text":  # a file is many windows
+        pieces = [piece for ids in pieces for piece in ids.split(max(1, length - 1))]
+    return [torch.cat([start, ids])[:length] for ids in pieces]
+
+
+def _load_hugging_face(folder: Path, config: Any, paths: list[Path], length: int) -> "tuple[Any, list[Tensor]]":
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    from subquad.checks.data import readable
+    from subquad.data.text import text_files
+
+    with checks.loadable(folder):
+        model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    checks.length_fits(length, getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
+    windows = {"truncation": True, "max_length": length, "return_overflowing_tokens": True}
+    found = []
+    for file in text_files(paths):
+        with readable(file):
+            text = file.read_text(encoding="utf-8")
+        found += [torch.tensor(ids) for ids in tokenizer(text, **windows)["input_ids"]]
+    checks.something_to_read(len(found), paths)
+    return model, found
+
+
+def batched(sequences: "list[Tensor]", tokens: int = 4096) -> "list[dict[str, Tensor]]":
+    """As many sequences at once as make about `tokens`, padded on the right."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    count = max(1, tokens // max(map(len, sequences)))
+    batches = []
+    for first in range(0, len(sequences), count):
+        some = sequences[first : first + count]
+        mask = pad_sequence([torch.ones_like(ids) for ids in some], batch_first=True)
+        batches.append({"input_ids": pad_sequence(some, batch_first=True), "attention_mask": mask})
+    return batches
+
+
 def quiet() -> None:
     """No progress bars and advice of other libraries among ours."""
     from transformers.utils import logging

@@ -379,6 +379,11 @@ class FavorAttention(RandomFeatures, Mechanism):
 
 def log_estimate(x: Tensor, y: Tensor, map: FeatureMap) -> Tensor:
     """log of sum_r phi_r(x) psi_r(y), which estimates exp(x.y). x `[B, H, T, D]`, y `[B, H, S, D]`."""
+    return log_sum_of_products(*log_features(x, y, map))
+
+
+def log_features(x: Tensor, y: Tensor, map: FeatureMap) -> tuple[Tensor, Tensor]:
+    """log phi_r(x) `[B, H, T, M]` and log psi_r(y) `[B, H, S, M]`, their bias included."""
     query, key, bias = (_for_heads(t, x) for t in (map.query, map.key, map.key_bias))
     log_phi, log_psi = x @ query.mT, y @ key.mT
     if map.rule == "groups":
@@ -389,7 +394,7 @@ def log_estimate(x: Tensor, y: Tensor, map: FeatureMap) -> Tensor:
     if map.offset_weight is not None and map.offset_bias is not None:
         offset_weight, offset_bias = _for_heads(map.offset_weight, x), _for_heads(map.offset_bias, x)
         log_phi = log_phi + x @ offset_weight[..., None] + offset_bias[:, None, None]
-    return log_sum_of_products(log_phi, log_psi + bias[:, None])
+    return log_phi, log_psi + bias[:, None]
 
 
 def _for_heads(tensor: Tensor, like: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from types import FrameType
 from typing import Any
 
@@ -14,6 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from subquad.checks import runs
+from subquad.data import Collator, Samples
+from subquad.diagnostics.uniform import useless_layers
+from subquad.errors import FeatureWarning
 from subquad.features.draws import derived_seed
 from subquad.training.metrics import MetricsFile
 
@@ -58,6 +63,32 @@ class UpdateCentroids(TrainerCallback):
         for mechanism, (q, k, key_mask) in self._seen.items():  # in the order of the layers, on all ranks
             mechanism.update(q, k, key_mask)
         self._hooks, self._seen = [], {}
+
+
+class WatchFeatures(TrainerCallback):
+    """Warns once if features do no better than the mean of all values would, on some rows of held-out sequences.
+
+    Looks at the time of evaluation, on the first rank alone, and takes no random numbers that training would take.
+    """
+
+    SEQUENCES, ROWS = 2, 32
+
+    def __init__(self, held_out: Samples, pad: int) -> None:
+        self.held_out, self.collate = held_out, Collator(pad)
+        self.warned = False
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.warned or not state.is_world_process_zero:
+            return
+        model = kwargs["model"]
+        model = getattr(model, "module", model)
+        count = min(self.SEQUENCES, len(self.held_out))
+        batch = self.collate([self.held_out[index] for index in range(count)])
+        batch = {name: x.to(args.device) for name, x in batch.items() if name != "labels"}
+        layers = useless_layers(model, batch, rows=self.ROWS)
+        if layers:
+            self.warned = True
+            warnings.warn(runs.useless_features(layers, state.global_step), FeatureWarning, stacklevel=2)
 
 
 def feature_seed(seed: int, step: int) -> int:

@@ -18,7 +18,15 @@ from transformers.utils.logging import disable_progress_bar
 from subquad.bench import peak_memory
 from subquad.checks import runs
 from subquad.data import Collator, Corpus
-from subquad.training.callbacks import Recorder, Redraw, RichProgress, Speed, StopOnSignal, UpdateCentroids
+from subquad.training.callbacks import (
+    Recorder,
+    Redraw,
+    RichProgress,
+    Speed,
+    StopOnSignal,
+    UpdateCentroids,
+    WatchFeatures,
+)
 from subquad.training.files import publish, staging_for, write_atomically
 from subquad.training.metrics import MetricsFile, plot_losses
 from subquad.training.options import RunRecord, TrainOptions
@@ -136,8 +144,9 @@ class _Watch:
         progress = RichProgress(console, speed, unit_of(data.train.corpus))
         redraw, update = Redraw(options.redraw_every, options.seed), UpdateCentroids(options.update_every)
         recorder = Recorder(metrics, data.samples_per_step, data.train.per_epoch, speed)
+        features = WatchFeatures(data.held_out, data.held_out.corpus.vocabulary.pad)
         first = not dist.is_initialized() or dist.get_rank() == 0
-        return cls(metrics, speed, stop, progress, [redraw, update, speed, stop, recorder, progress], first)
+        return cls(metrics, speed, stop, progress, [redraw, update, speed, stop, recorder, progress, features], first)
 
     def during(self, work: Callable[[], object]) -> int | None:
         """Runs `work`, signals caught; its peak memory."""

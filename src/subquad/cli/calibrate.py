@@ -1,0 +1,46 @@
+"""`subquad calibrate`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from subquad.checks import cli as checks
+
+
+def calibrate(
+    model: Annotated[Path, typer.Argument(help="Run or model folder.")],
+    sequences: Annotated[list[Path], typer.Argument(help="FASTA, text or image files, as the model takes them.")],
+    out: Annotated[Path, typer.Option(help="Folder for the calibrated model; must be new.")],
+    estimator: Annotated[
+        str,
+        typer.Option(help="Drawn: calibrated, sharp or optimal. Learned, better and slower: softmax or exponential."),
+    ] = "calibrated",
+    features: Annotated[
+        str | None, typer.Option(help="Per layer: a number, or auto for as few as do; as it is unless given.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Learned features: steps of training, per layer.")] = 200,
+    target: Annotated[float, typer.Option(help="Of --features auto: mean error of a layer's heads.")] = 0.3,
+    cap: Annotated[int, typer.Option(help="Of --features auto: the most features.")] = 1024,
+    length: Annotated[int, typer.Option(help="Tokens of each sequence, at most.")] = 1024,
+    num: Annotated[int, typer.Option(help="Sequences, at most.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+) -> int:
+    """Fits the features of a FAVOR model to data, and saves the model that comes out."""
+    import subquad
+    from subquad.cli.common import batched, cut_sequences, load_model
+    from subquad.training import save_model
+
+    checks.new_folder(out)
+    checks.positive_count("--length", length)
+    checks.positive_count("--num", num)
+    count = checks.feature_count(features)
+    loaded = load_model(model)
+    found = cut_sequences(loaded, sequences, length)[:num]
+    options = {"estimator": estimator, "num_features": count, "steps": steps, "target": target, "cap": cap}
+    report = subquad.calibrate(loaded.model, batched(found), **options, seed=seed)
+    save_model(loaded.model, loaded.tokenizer, out)
+    print(report)
+    print(f"the calibrated model is in {out}", file=sys.stderr)
+    return 0

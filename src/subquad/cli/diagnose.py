@@ -1,0 +1,56 @@
+"""`subquad diagnose`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from subquad.checks import cli as checks
+
+WIDE = 140  # columns of a table that goes to a file or a pipe
+
+
+def diagnose(
+    model: Annotated[Path, typer.Argument(help="Run, model folder, or folder of a Hugging Face model.")],
+    sequences: Annotated[list[Path], typer.Argument(help="FASTA, text or image files; text for Hugging Face models.")],
+    length: Annotated[int, typer.Option(help="Tokens of each sequence, at most.")] = 512,
+    num: Annotated[int, typer.Option(help="Sequences, at most.")] = 8,
+    rows: Annotated[int, typer.Option(help="Queries of each sequence to compare with exact attention.")] = 64,
+    tolerance: Annotated[float, typer.Option(help="Relative error of a head that is good enough.")] = 0.3,
+    features: Annotated[
+        int | None, typer.Option(help="Exact layers: features to judge them with; 256 unless given.")
+    ] = None,
+    near: Annotated[int | None, typer.Option(help="Exact layers: tokens per exact block; 64 unless given.")] = None,
+    sinks: Annotated[int | None, typer.Option(help="Exact layers: exact first tokens; 4 unless given.")] = None,
+    estimator: Annotated[
+        str | None, typer.Option(help="Exact layers: positive (unless given), hyperbolic or trigonometric.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Heat map, .png or .svg.")] = None,
+    json: Annotated[Path | None, typer.Option(help="All numbers, .json.")] = None,
+) -> int:
+    """Whether features can do what attention does, head by head: sizes, sharpness, errors, verdicts."""
+    from rich.console import Console
+
+    import subquad
+    from subquad.cli.common import batched, load_with_sequences
+
+    if output is not None:
+        checks.output_suffix(output, (".png", ".svg"))
+        checks.output_folder(output)
+    checks.json_file(json)
+    checks.positive_count("--length", length)
+    checks.positive_count("--num", num)
+    loaded, found = load_with_sequences(model, sequences, length)
+    options = {"num_features": features, "near": near, "sinks": sinks, "estimator": estimator}
+    result = subquad.diagnose(loaded, batched(found[:num]), rows=rows, tolerance=tolerance, **options)
+    console = Console()
+    Console(width=console.width if console.is_terminal else WIDE).print(result.table())
+    if json is not None:
+        result.save(json)
+    if output is not None:
+        result.plot(output, title=model.name)
+    for path in (output, json):
+        if path is not None:
+            print(f"written to {path}", file=sys.stderr)
+    return 0

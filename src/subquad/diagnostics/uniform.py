@@ -1,0 +1,40 @@
+"""FAVOR layers that tell a model no more than the mean of all values would."""
+
+from typing import NamedTuple
+
+from torch import nn
+
+from subquad.calibration.heads import Batch, collect
+from subquad.checks.calibration import all_exact
+from subquad.diagnostics.probes import fidelity
+from subquad.mechanisms.favor import FavorAttention
+
+USELESS = 0.9  # of the error of the mean of all values
+LARGE = 0.3  # errors below that harm nobody, as in a model that has not learned to look at anything yet
+
+
+class Useless(NamedTuple):
+    """A layer and its error, the mean of its heads, and that of the mean of all values."""
+
+    name: str
+    error: float
+    uniform: float
+
+
+def useless_layers(model: nn.Module, batch: Batch, *, rows: int) -> list[Useless]:
+    """Layers with a far field whose output is about as far from exact attention as the mean of all values is."""
+    if not any(isinstance(module, FavorAttention) for module in model.modules()):
+        return []
+    found = []
+    for layer in collect(model, [batch], op="diagnose", exact=False):
+        mechanism = layer.mechanism
+        if not isinstance(mechanism, FavorAttention):
+            continue
+        near, sinks = mechanism.options.near, mechanism.options.sinks
+        if all(h.k.shape[2] <= all_exact(near, sinks, h.causal) for h in layer.heads):
+            continue
+        errors = fidelity(mechanism, layer.heads, rows=rows, seed=0)
+        error, uniform = float(errors.error.mean()), float(errors.uniform.mean())
+        if error > LARGE and error >= USELESS * uniform:
+            found.append(Useless(layer.name, error, uniform))
+    return found
