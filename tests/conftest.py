@@ -5,6 +5,9 @@ import tempfile
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
+
+_device_constructors()  # torch remembers what makes tensors: it must be `torch.empty`, not what replaces it below
 
 # a graph compiled before an operator changed must not be taken for one of now
 COMPILED = tempfile.TemporaryDirectory(prefix="subquad-compiled-")
