@@ -308,7 +308,7 @@ OPTIONS = {
     ),
     "coupling": (
         lambda: FavorAttention(8, coupling="haar"),
-        "favor: coupling must be one of iid, orthogonal, simplex, hadamard, got 'haar'",
+        "favor: coupling must be one of iid, orthogonal, simplex, hadamard, got 'haar' (did you mean 'hadamard'?)",
     ),
     "coupling of linear": (
         lambda: LinearAttention(8, num_features=4, coupling="ortho"),
