@@ -18,7 +18,7 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 1,
 }
 
-# Defaults are made for thousands of tokens: on the few of a test, windows and strides would see everything, buckets nothing.
+# Defaults are made for thousands of tokens: on the few of a test, windows and strides see everything, buckets nothing.
 NARROW: dict[str, dict[str, Any]] = {
     "favor": {"num_features": 8, "near": 4, "sinks": 1},
     "linformer": {"rank": 4, "max_length": 64},

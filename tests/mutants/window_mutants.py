@@ -25,6 +25,20 @@ WINDOW = (
         window("forward_equals_reference"),
     ),
     Mutant(
+        "window: all blocks are met, most of them in vain",
+        BANDS,
+        "before, after = (-(-steps // block) for steps in (band.back, band.ahead))",
+        "before, after = (max(line, -(-steps // block)) for steps in (band.back, band.ahead))",
+        "tests/test_every_mechanism.py -k 'products_grow and window'",
+    ),
+    Mutant(
+        "window: a mask of all pairs is made",
+        WINDOW_FILE,
+        "    q, k, v, *own = tensors\n",
+        "    q, k, v, *own = tensors\n    torch.ones(q.shape[2], q.shape[2], dtype=torch.bool)\n",
+        "tests/test_every_mechanism.py -k 'all_pairs and window'",
+    ),
+    Mutant(
         "window: global tokens count twice inside a window",
         WINDOW_FILE,
         "there = ~global_mask if alive is None else alive & ~global_mask",
