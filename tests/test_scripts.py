@@ -79,7 +79,10 @@ EXAMPLES = {
     "digits": (["--steps", "2", "--output", "TMP/digits.png"], "bits per dimension"),
     "long_text": (["TMP", "--steps", "2", "--window", "128", "--prompt", "So "], "bits per byte"),
     "listops": (["--steps", "2", "--length", "40"], "always the commonest answer"),
-    "mechanisms": (["--steps", "2", "--window", "128", "--only", "window", "linformer"], "masked"),
+    "mechanisms": (
+        ["--steps", "2", "--window", "128", "--only", "linformer", "favor in clusters"],
+        "favor in clusters",
+    ),
 }
 
 
