@@ -68,8 +68,9 @@ def pair_moments(mechanism: FavorAttention, batches: Iterable[Heads], *, rows: i
         seen = seen_pairs(heads, chosen)
         weights = normalised(seen.to(heads.q.dtype)) if alike else heads.exact_weights(chosen)
         weights = (weights * (seen & far_pairs(mechanism, heads, chosen))).expand(-1, heads.q.shape[1], -1, -1)
-        x, y = (t.float() * heads.scale**0.5 for t in (heads.q[:, :, chosen], heads.k))
-        found = _sums(weights, x, repeat_heads(y, x.shape[1]))
+        dtype = torch.promote_types(heads.q.dtype, torch.float32)
+        x, y = (t.to(dtype) * heads.scale**0.5 for t in (heads.q[:, :, chosen], heads.k))
+        found = _sums(weights.to(dtype), x, repeat_heads(y, x.shape[1]))
         total = found if total is None else Moments(*(a + b for a, b in zip(total, found, strict=True)))
     assert total is not None
     return total
