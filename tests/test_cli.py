@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from subquad import errors
 from subquad.cli import app, main
 from subquad.cli.common import load_model
 from subquad.data import encode, load_proteins, read_fasta
@@ -71,6 +73,8 @@ COMMANDS = [
     ["score"],
     ["embed"],
     ["spectrum"],
+    ["diagnose"],
+    ["calibrate"],
 ]
 
 
@@ -348,6 +352,21 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "csv": (["score", "MODEL", "FASTA", "--output", "x.tsv"], "--output: must end in .csv, got 'x.tsv'"),
     "passes": (["score", "MASKED", "FASTA", "--passes", "0"], "--passes: must be at least 1, got 0"),
     "levels": (["train", "image", "IMAGES", "--levels", "1"], "images: levels must be a whole number of at least 2"),
+    "picture": (["diagnose", "MODEL", "FASTA", "--output", "x.txt"], "--output: must end in .png or .svg, got 'x.txt'"),
+    "no folder": (["diagnose", "MODEL", "FASTA", "--output", "no/x.png"], "--output no/x.png: there is no folder no"),
+    "json": (["diagnose", "MODEL", "FASTA", "--json", "x.txt"], "--json: must end in .json, got 'x.txt'"),
+    "json folder": (["diagnose", "MODEL", "FASTA", "--json", "no/x.json"], "--json no/x.json: there is no folder no"),
+    "diagnose length": (["diagnose", "MODEL", "FASTA", "--length", "0"], "--length: must be at least 1, got 0"),
+    "diagnose num": (["diagnose", "MODEL", "FASTA", "--num", "0"], "--num: must be at least 1, got 0"),
+    "rows": (["diagnose", "MODEL", "FASTA", "--rows", "0"], "diagnose: rows must be a whole number of at least 1"),
+    "tolerance": (["diagnose", "MODEL", "FASTA", "--tolerance", "2"], "diagnose: tolerance must lie between 0 and 1"),
+    "own features": (
+        ["diagnose", "MODEL", "FASTA", "--near", "8"],
+        "diagnose: near is for layers with exact attention, but all of these are FAVOR and are judged as they are",
+    ),
+    "no features": (["diagnose", "TEXT", "BOOKS"], "diagnose: SubquadModel has no favor or softmax attention"),
+    "calibrate what": (["calibrate", "nothing", "FASTA", "--out", "x"], "nothing: does not exist; give a run folder"),
+    "calibrate where": (["calibrate", "MODEL", "FASTA"], "Missing option '--out'"),
     "hub": (["train", "text", "hf:a", "hf:b"], "train text: give one hub dataset alone, got hf:a hf:b"),
 }  # fmt: skip
 
@@ -358,6 +377,7 @@ def test_mistakes_are_one_line_and_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"MODEL": runs["causal"], "MASKED": runs["masked"], "IMAGE": runs["image"]}
+    names |= {"TEXT": runs["text"]}
     names |= {"FASTA": fasta, "BOOKS": runs["books"], "IMAGES": runs["images"]}
     before = sorted(tmp_path.rglob("*"))
     assert main([str(names.get(word, word)) for word in arguments]) == 2
@@ -380,6 +400,25 @@ def test_models_that_are_not_ours(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "config.json").write_text("{")
     assert main(["generate", str(tmp_path)]) == 2
     assert "no model can be loaded from it" in capsys.readouterr().err
+
+
+def test_our_warnings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of others, where they come from matters too."""
+    cli: Any = importlib.import_module("subquad.cli")
+
+    def warn(*_: Any, **__: Any) -> int:
+        warnings.simplefilter("default")
+        warnings.warn("of no use", errors.FeatureWarning, stacklevel=1)
+        warnings.warn("of others", UserWarning, stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(cli, "app", warn)
+    before = warnings.showwarning
+    assert main([]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "subquad: warning: of no use"
+    assert "UserWarning: of others" in lines[1]
+    assert warnings.showwarning is before
 
 
 @pytest.mark.full

@@ -15,15 +15,17 @@ import torch
 
 from processes import OPTIONS, quiet_train, weights
 from subquad import MECHANISMS, errors
-from subquad.data import load_proteins
+from subquad.data import Corpus, load_proteins
 from subquad.data.samples import Samples
 from subquad.models import SubquadConfig, SubquadForCausalLM
 from subquad.testing import assert_close
-from subquad.training import TrainOptions, make_samples, model_folder
+from subquad.training import TrainOptions, make_samples, model_folder, run
 from subquad.training import files as files_module
+from subquad.training.callbacks import WatchFeatures
 from subquad.training.checkpoints import checkpoints, newest
 from subquad.training.metrics import MetricsFile, token_statistics
 from subquad.training.muon import MuonAdamW, orthogonalised, split_parameters
+from subquad.training.setup import build_model
 
 HERE = Path(__file__).parent
 SHORT = replace(OPTIONS, steps=6, save_every=2, eval_every=6, log_every=1)
@@ -204,6 +206,58 @@ def test_redraw_happens_when_it_should(tmp_path: Path) -> None:
         model = SubquadForCausalLM.from_pretrained(tmp_path / str(every) / "model")
         drawn[every] = model.mechanisms()[0].weight
     assert not torch.equal(drawn[0], drawn[4])
+
+
+def with_large_queries(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
+    """Every model begins with attention that is too sharp for features."""
+
+    def build(corpus: Corpus, options: TrainOptions) -> object:
+        model = build_model(corpus, options)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                weight.mul_(size if name.endswith(("q_proj.weight", "k_proj.weight")) else 1)
+        return model
+
+    monkeypatch.setattr(run, "build_model", build)
+
+
+def test_features_of_no_use_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = replace(SHORT, steps=4, eval_every=1, hidden=32, attention_options={"num_features": 8, "near": 4})
+    with_large_queries(monkeypatch, 300)
+    with pytest.warns(errors.FeatureWarning) as seen:
+        quiet_train(tmp_path / "sharp", options)
+    assert len(seen) == 1
+    text = str(seen[0].message)
+    assert text.startswith("train: at step 1 the features of 2 layers do about as badly as the mean of all values, by ")
+    assert "sequences: model.layers.0.attention.mechanism (" in text
+    assert ", model.layers.1.attention.mechanism (" in text
+    assert text.endswith(
+        "`subquad diagnose` tells more, head by head; `subquad.calibrate` fits features to the model; or give these "
+        "layers exact attention (softmax)"
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        replace(SHORT, attention_options={"num_features": 8, "near": 64}),  # nothing is far away
+        replace(SHORT, attention="softmax", attention_options={}, redraw_every=0),
+    ],
+    ids=["no far field", "no features"],
+)
+def test_layers_without_features_to_blame(
+    options: TrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_large_queries(monkeypatch, 300)
+    quiet_train(tmp_path, replace(options, steps=1, eval_every=1))  # a warning would be an error
+
+
+def test_watching_features_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = replace(SHORT, steps=3, eval_every=1)
+    quiet_train(tmp_path / "watched", options)
+    monkeypatch.setattr(WatchFeatures, "on_evaluate", lambda *_, **__: None)
+    quiet_train(tmp_path / "unwatched", options)
+    assert weights(tmp_path / "watched") == weights(tmp_path / "unwatched")
 
 
 def test_fine_tuning_begins_with_given_weights(tmp_path: Path) -> None:
