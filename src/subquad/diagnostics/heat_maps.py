@@ -21,8 +21,11 @@ def plot_diagnosis(result: "Diagnosis", path: Path, title: str) -> None:
     from subquad.diagnostics.diagnosis import short_names
 
     layers, heads = len(result.layers), max(len(layer.heads) for layer in result.layers)
-    figure = Figure(figsize=(3 * max(3.4, 0.42 * heads + 1.2), max(2.6, 0.34 * layers + 1.6)), layout="constrained")
-    axes = figure.subplots(1, 3)
+    width, height = max(3.4, 0.42 * heads + 1.2), max(2.0, 0.34 * layers + 1.0)
+    stacked = heads > 1.5 * layers and heads > 8  # side by side would be too wide for a page
+    size = (max(5.0, width + 1), 3 * height + 0.6) if stacked else (3 * width, height + 0.6)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(*(3, 1) if stacked else (1, 3))
     errors = [[head.error for head in layer.heads] for layer in result.layers]
     baselines = [[_baseline(head) for head in layer.heads] for layer in result.layers]
     entropies = [[head.entropy for head in layer.heads] for layer in result.layers]
@@ -34,9 +37,10 @@ def plot_diagnosis(result: "Diagnosis", path: Path, title: str) -> None:
     )
     for ax, (numbers, name, colors, extend) in zip(axes, shown, strict=True):
         image = ax.imshow(_padded(numbers, heads), aspect="auto", **colors)
-        ax.set(xlabel="head", title=name)
+        ax.set_title(name, fontsize="medium")
+        ax.set_xlabel("head" if not stacked or ax is axes[2] else "")
         ax.set_xticks(range(heads))
-        ax.set_yticks(range(layers), short_names(result) if ax is axes[0] else [""] * layers)
+        ax.set_yticks(range(layers), short_names(result) if stacked or ax is axes[0] else [""] * layers)
         figure.colorbar(image, ax=ax, extend=extend)
         if layers * heads <= CELLS_WITH_TEXT:
             _write(ax, numbers, image)
