@@ -46,8 +46,8 @@ class FavorSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         n_components: numbers per row of output. Trigonometric features are pairs; if odd, the last is a cosine with
             a random phase, as all are in RBFSampler.
         features: "trigonometric" (bounded for rbf, best for near pairs) or "positive" (never below zero).
-        coupling: of the random rows; "orthogonal" (less variance than "iid"), "simplex" (less still, if positive
-            features are flat), "hadamard" (like orthogonal, drawn faster; nearly unbiased).
+        coupling: of the random rows; "orthogonal" (less variance than "iid"), "simplex" (less still, for positive
+            features of small data), "hadamard" (like orthogonal, drawn faster; nearly unbiased).
         proposal: None, rows are N(0, I); "fitted", from a Gaussian wider where the data are, for positive features.
         random_state: int, RandomState or None.
 
