@@ -1,4 +1,4 @@
-"""FavorSampler and RBFSampler at equal numbers of features: error of the Gaussian kernel, and what models make of it.
+"""FavorSampler and RBFSampler at equal numbers of features: error of the kernel, and what models make of it.
 
     python benchmarks/kernel_approximation.py
 
@@ -57,22 +57,25 @@ def main() -> None:
         parser.error(f"--output: there is no folder {options.output}")
     if options.draws < 2 or min(options.components) < 1 or options.model_components < 1:
         parser.error("there must be at least two draws and one feature")
-    kernels, models = {}, {}
+    kernels, softmax, models = {}, {}, {}
     with Progress() as progress:
         task = progress.add_task("kernels and models", total=2 * len(DATA) * len(METHODS))
         for name in DATA:
             x, y = real(name)
-            kernels[name], models[name] = {}, baselines(name, x, y, options.draws)
+            kernels[name], softmax[name], models[name] = {}, {}, baselines(name, x, y, options.draws)
             for method in METHODS:
                 progress.update(task, description=f"{name}: {method}")
                 rows = {str(n): kernel_errors(method, n, x[:ROWS], options.draws) for n in options.components}
                 kernels[name][method] = rows
+                if method != "RBFSampler":
+                    count = options.model_components
+                    softmax[name][method] = kernel_errors(method, count, x[:ROWS], options.draws, kernel="softmax")
                 progress.advance(task)
                 models[name][method] = scores(name, x, y, options.draws, method, options.model_components)
                 progress.advance(task)
     about = {"rows": ROWS, "draws": options.draws, "model_components": options.model_components}
     about |= {"scikit-learn": sklearn.__version__, "torch": torch.__version__}
-    report = {**about, "kernel_error": kernels, "score": models}
+    report = {**about, "kernel_error": kernels, "softmax_kernel_error": softmax, "score": models}
     (options.output / "kernel_approximation.json").write_text(json.dumps(report, indent=1) + "\n")
     plot(kernels, options.output / "kernel_approximation.png", options.draws)
     show(report)
@@ -86,16 +89,19 @@ def real(name: str) -> tuple[np.ndarray, np.ndarray]:
     return (x if name == "digits" else StandardScaler().fit_transform(x))[order], y[order]
 
 
-def sampler(method: str, components: int, seed: int) -> Any:
+def sampler(method: str, components: int, seed: int, **more: str) -> Any:
     kind, options = METHODS[method]
-    return kind(gamma="scale", n_components=components, random_state=seed, **options)
+    return kind(gamma="scale", n_components=components, random_state=seed, **options, **more)
 
 
-def kernel_errors(method: str, components: int, x: np.ndarray, draws: int) -> dict[str, float]:
-    exact = rbf_kernel(x, gamma=1 / (x.shape[1] * x.var()))
+def kernel_errors(method: str, components: int, x: np.ndarray, draws: int, **more: str) -> dict[str, float]:
+    if more.get("kernel") == "softmax":
+        exact = np.exp(x @ x.T / (x.shape[1] * np.square(x).mean()))
+    else:
+        exact = rbf_kernel(x, gamma=1 / (x.shape[1] * x.var()))
     found = []
     for seed in range(draws):
-        phi = sampler(method, components, seed).fit_transform(x)
+        phi = sampler(method, components, seed, **more).fit_transform(x)
         found.append(np.linalg.norm(phi @ phi.T - exact) / np.linalg.norm(exact))
     return summary(found)
 
@@ -136,12 +142,13 @@ def summary(values: list[float]) -> dict[str, float]:
 
 def show(report: dict[str, Any]) -> None:
     """Tables as in docs/kernel_approximation.md."""
-    largest = str(report["model_components"])
-    for title, digits, table in (("kernel error", 3, report["kernel_error"]), ("score", 3, report["score"])):
+    count = str(report["model_components"])
+    for title in ("kernel_error", "softmax_kernel_error", "score"):
+        table = report[title]
         print(f"\n| {title} | {' | '.join(table)} |\n|{'---|' * (len(table) + 1)}")
         for method in next(iter(table.values())):
-            cells = [rows[method] if title == "score" else rows[method].get(largest) for rows in table.values()]
-            shown = (f"{c['mean']:.{digits}f} ± {c['standard_error']:.{digits}f}" if c else "" for c in cells)
+            cells = [row[method].get(count) if title == "kernel_error" else row[method] for row in table.values()]
+            shown = (f"{cell['mean']:.3f} ± {cell['standard_error']:.3f}" if cell else "" for cell in cells)
             print(f"| {method} | {' | '.join(shown)} |")
 
 
