@@ -102,12 +102,19 @@ class Ours:
         return self.mechanism.reference(q, k, v, causal=self.causal)
 
 
-# Options that go with the length: what these methods cost depends on them.
+def even_root(length: int) -> int:
+    """The even number whose square is about length / 64: buckets per hash where two hashes make one bucket of 64."""
+    return max(2, 2 * round((length / 64) ** 0.5 / 2))
+
+
+# Options that go with the length: what these methods cost depends on them. Buckets hold some 64 keys at any length, and
+# are found by two hashes, since one needs length / 128 products per token; centroids are as many as in the Routing
+# Transformer, the square root of the length.
 SPARSE = {
     "window": lambda _: {"window": 256},
     "linformer": lambda length: {"rank": 256, "max_length": length},
-    "lsh": lambda length: {"num_buckets": max(2, 2 * (length // 128)), "bucket_size": 64, "rounds": 4},
-    "cluster": lambda length: {"num_clusters": max(1, length // 64), "bucket_size": 64},
+    "lsh": lambda length: {"num_buckets": even_root(length) ** 2, "hashes": 2, "bucket_size": 64, "rounds": 4},
+    "cluster": lambda length: {"num_clusters": round(length**0.5), "bucket_size": 64},
     "strided": lambda length: {"stride": max(16, round(length**0.5 / 16) * 16)},
 }
 

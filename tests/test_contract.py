@@ -5,6 +5,7 @@ The torch engine in all precisions; `test_native.py` does the same for the C++ e
 
 import torch
 
+from fitted import fitted
 from subquad import FavorAttention, IdentityAttention, LinearAttention, Mechanism, SoftmaxAttention
 from subquad.testing import Check, parametrize_contract
 
@@ -53,6 +54,28 @@ class PerQueryHead(FavorAttention):
             D, 16, backend="torch", near=0, sinks=0, estimator="trigonometric", num_heads=4
         ),
         "favor-per-query-head": lambda: PerQueryHead(D, 16, backend="torch", near=8, sinks=2, num_heads=4),
+        "favor-optimal": lambda: fitted(FavorAttention, D, 16, estimator="optimal", backend="torch", near=0, sinks=0),
+        "favor-sharp": lambda: fitted(
+            FavorAttention, D, 16, estimator="sharp", backend="torch", near=8, sinks=2, coupling="simplex"
+        ),
+        "favor-calibrated": lambda: fitted(
+            FavorAttention, D, 16, estimator="calibrated", backend="torch", near=8, sinks=2, num_heads=2
+        ),
+        "favor-calibrated-transform": lambda: fitted(
+            *(FavorAttention, D, 16), estimator="calibrated", backend="torch", near=8, sinks=2, transform=True
+        ),
+        "favor-softmax": lambda: fitted(
+            FavorAttention, D, 16, estimator="softmax", backend="torch", near=8, sinks=2, num_heads=2
+        ),
+        "favor-softmax-per-query-head": lambda: fitted(
+            PerQueryHead, D, 16, estimator="softmax", backend="torch", near=8, sinks=0, num_heads=4
+        ),
+        "favor-softmax-paper": lambda: fitted(
+            FavorAttention, D, 16, estimator="softmax", backend="torch", near=0, sinks=0
+        ),
+        "favor-exponential": lambda: fitted(
+            FavorAttention, D, 16, estimator="exponential", backend="torch", near=8, sinks=2, num_heads=2
+        ),
         "favor-trigonometric": lambda: FavorAttention(
             D, 16, backend="torch", near=0, sinks=0, estimator="trigonometric"
         ),

@@ -14,6 +14,7 @@ import torch.autograd.forward_ad as forward_ad
 import subquad
 from subquad import MECHANISMS, FavorAttention, IdentityAttention, LinearAttention, SoftmaxAttention, attention, errors
 from subquad.features import draw_feature_map
+from subquad.features.proposals import prior
 from subquad.functional import favor_attention, linear_attention, softmax_attention
 from subquad.mechanisms.linear import LinearState
 
@@ -302,15 +303,16 @@ OPTIONS = {
     ),
     "estimator": (
         lambda: FavorAttention(8, estimator="positiv"),
-        "favor: estimator must be one of positive, hyperbolic, trigonometric, got 'positiv' (did you mean 'positive'?)",
+        "favor: estimator must be one of positive, hyperbolic, trigonometric, optimal, sharp, calibrated, softmax, "
+        "exponential, got 'positiv' (did you mean 'positive'?)",
     ),
     "coupling": (
         lambda: FavorAttention(8, coupling="haar"),
-        "favor: coupling must be one of iid, orthogonal, got 'haar'",
+        "favor: coupling must be one of iid, orthogonal, simplex, hadamard, got 'haar' (did you mean 'hadamard'?)",
     ),
     "coupling of linear": (
         lambda: LinearAttention(8, num_features=4, coupling="ortho"),
-        "linear: coupling must be one of iid, orthogonal, got 'ortho' (did you mean 'orthogonal'?)",
+        "linear: coupling must be one of iid, orthogonal, simplex, hadamard, got 'ortho' (did you mean 'orthogonal'?)",
     ),
     "kernel": (
         lambda: FavorAttention(8, kernel="rbf"),
@@ -319,6 +321,30 @@ OPTIONS = {
     "backend": (
         lambda: LinearAttention(8, backend="cuda"),
         "linear: backend must be one of auto, cpu, torch, got 'cuda'",
+    ),
+    "coupling for powers of two": (
+        lambda: FavorAttention(12, coupling="hadamard"),
+        "favor: coupling='hadamard' needs a head_dim that is a power of two, got 12",
+    ),
+    "coupling for two dims": (
+        lambda: FavorAttention(1, coupling="simplex"),
+        "favor: coupling='simplex' needs a head_dim of at least 2, got 1",
+    ),
+    "odd softmax": (
+        lambda: FavorAttention(8, 15, estimator="softmax"),
+        "favor: estimator='softmax' is a softmax of W x and one of -W x, so num_features must be even, got 15",
+    ),
+    "transform of a plain draw": (
+        lambda: FavorAttention(8, transform=True),
+        "favor: transform=True needs estimator='calibrated', got 'positive'",
+    ),
+    "redraw of learned features": (
+        lambda: FavorAttention(8, estimator="softmax").redraw(1),
+        "favor: estimator='softmax' is learned, there is nothing to redraw; use subquad.calibrate",
+    ),
+    "proposal with mirrored rows": (
+        lambda: draw_feature_map(8, 16, estimator="hyperbolic", proposal=prior(1, 8, 0.1)),
+        "favor: a proposal goes with estimator='positive', got 'hyperbolic'",
     ),
     "odd hyperbolic": (
         lambda: FavorAttention(8, 15, estimator="hyperbolic"),

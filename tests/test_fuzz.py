@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from subquad import FavorAttention, LinearAttention, Mechanism
+from subquad import FavorAttention, LinearAttention, LinformerAttention, Mechanism, attention
 from subquad.testing import assert_close
 
 pytestmark = pytest.mark.full
@@ -32,8 +32,22 @@ def mechanisms(draw: st.DrawFn) -> Mechanism:
 
 
 @st.composite
+def sparse(draw: st.DrawFn) -> Mechanism:
+    """Those that look at some of the keys."""
+    name = draw(st.sampled_from(["window", "lsh", "cluster", "strided"]))
+    small, pattern = st.integers(1, 9), draw(st.sampled_from(["strided", "fixed"]))
+    options: dict[str, dict[str, object]] = {
+        "window": {"window": 2 * draw(small), "dilation": draw(small), "global_tokens": draw(st.integers(0, 3))},
+        "lsh": {"num_buckets": 2 * draw(small), "bucket_size": draw(small), "rounds": draw(st.integers(1, 3))},
+        "cluster": {"num_clusters": draw(small), "bucket_size": draw(small)},
+        "strided": {"stride": draw(small), "pattern": pattern, "summary": 1 if pattern == "fixed" else None},
+    }
+    return attention(name, head_dim=draw(DIMS), **options[name])
+
+
+@st.composite
 def cases(draw: st.DrawFn) -> tuple[Mechanism, list[Tensor], Tensor | None]:
-    mechanism = draw(mechanisms())
+    mechanism = draw(mechanisms() | sparse())
     batch, heads, groups = (draw(st.integers(1, 3)) for _ in range(3))
     length, value_dim, size = draw(st.integers(1, 70)), draw(DIMS), draw(st.sampled_from([0.1, 1.0, 5.0]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
@@ -97,3 +111,28 @@ def test_padding_moves_nothing(case: tuple[Mechanism, list[Tensor], Tensor | Non
     causal = data.draw(st.booleans())
     got = mechanism(*padded, causal=causal, key_mask=mask)[:, :, real]
     assert_close(got, mechanism(*tensors, causal=causal), 1e-9, f"{holes} holes, causal={causal}")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_linformer(data: st.DataObject) -> None:
+    """Bidirectional, keys and queries of any number, padding on the right."""
+    projection = data.draw(st.sampled_from(["learned", "convolution", "mean", "gaussian"]))
+    block, rank, heads, groups, dim = (data.draw(st.integers(1, 5)) for _ in range(5))
+    sharing = None if projection == "mean" else data.draw(st.sampled_from(["none", "headwise", "key_value"]))
+    mechanism = LinformerAttention(
+        dim,
+        rank,
+        max_length=block * rank,
+        projection=projection,
+        sharing=sharing,
+        num_heads=heads if sharing == "none" else None,
+        kernel=data.draw(st.sampled_from(["softmax", "linear"])),
+    ).double()
+    keys, queries = data.draw(st.integers(1, block * rank)), data.draw(st.integers(1, 20))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    shapes = ((heads * groups, queries), (heads, keys), (heads, keys))
+    q, k, v = (torch.randn(2, *shape, dim, generator=generator, dtype=torch.float64) for shape in shapes)
+    real = torch.arange(keys) < torch.tensor([[keys], [data.draw(st.integers(0, keys))]])
+    mask = data.draw(st.sampled_from([None, real]))
+    assert_close(mechanism(q, k, v, key_mask=mask), mechanism.reference(q, k, v, key_mask=mask), 1e-9)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from subquad import MECHANISMS, errors
 from subquad.nn import Block, Context, MultiheadAttention, TransformerEncoderLayer, reversible, rotation, sinusoidal
 from subquad.testing import assert_close
+from tiny_models import NARROW
 
 E, H, B, T = 16, 4, 2, 9
 x = torch.randn(B, T, E, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -138,9 +139,16 @@ def plain(x1: Tensor, x2: Tensor, blocks: Any, context: Context) -> tuple[Tensor
     return x1, x2
 
 
+REVERSIBLE: dict[str, dict[str, Any]] = {
+    **{m.name: {"attention": m.name, "options": NARROW.get(m.name, {})} for m in MECHANISMS if m.supports_causal},
+    "favor-in-clusters": {"attention": "cluster", "options": {"num_clusters": 3, "inside": "favor", "num_features": 8}},
+}
+
+
 def stack(attention: str, dropout: float = 0.0, layers: int = 3) -> Any:
     torch.manual_seed(3)
-    return nn.ModuleList(Block(E, H, attention=attention, dropout=dropout, layer=i) for i in range(layers)).double()
+    blocks = (Block(E, H, **REVERSIBLE[attention], dropout=dropout, layer=i) for i in range(layers))
+    return nn.ModuleList(blocks).double()
 
 
 def gradients(run, blocks: Any, context: Context) -> list[Any]:
@@ -155,7 +163,7 @@ def gradients(run, blocks: Any, context: Context) -> list[Any]:
     return [*(o.detach() for o in out), *grads]
 
 
-@pytest.mark.parametrize("attention", [mechanism.name for mechanism in MECHANISMS if mechanism.supports_causal])
+@pytest.mark.parametrize("attention", REVERSIBLE)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_reversible_gradients_are_the_plain_ones(attention: str, dropout: float) -> None:
     blocks = stack(attention, dropout)

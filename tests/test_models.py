@@ -34,11 +34,21 @@ from subquad.models import (
 )
 from subquad.models import scoring as scoring_module
 from subquad.testing import assert_close
-from tiny_models import SMALL, make, random_ids
+from tiny_models import NARROW, SMALL, make, random_ids
 
 MIXTURES: dict[str, dict[str, Any]] = {
     **{m.name: {"attention": m.name} for m in MECHANISMS if m.supports_causal and m.supports_state},
-    "favor-small": {"attention": "favor", "attention_options": {"num_features": 8, "near": 4, "sinks": 1}},
+    **{
+        f"{m.name}-narrow": {"attention": m.name, "attention_options": NARROW[m.name]}
+        for m in MECHANISMS
+        if m.supports_state and m.name in NARROW
+    },
+    "strided-fixed": {"attention": "strided", "attention_options": {"stride": 4, "pattern": "fixed", "summary": 1}},
+    "clustered-performer": {
+        "attention": "cluster",
+        "attention_options": {"num_clusters": 3, "inside": "favor", "num_features": 8},
+        "reversible": True,
+    },
     "favor-paper": {"attention": "favor", "attention_options": {"num_features": 8, "near": 0, "sinks": 0}},
     "mixed": {"attention": ["softmax", "favor"], "attention_options": [{}, {"num_features": 8, "near": 4}]},
     "reversible": {"attention": "favor", "attention_options": {"near": 4}, "reversible": True},
@@ -243,7 +253,8 @@ def test_token_classification() -> None:
 def test_gradient_checkpointing_changes_nothing(name: str) -> None:
     ids, grads = random_ids(2, 20), []
     for checkpointing in (False, True):
-        model = make(language_model(name)[0], attention=name, dropout=0.2).train()
+        options = {"attention": name, "attention_options": NARROW.get(name, {})}
+        model = make(language_model(name)[0], **options, dropout=0.2).train()
         if checkpointing:
             model.gradient_checkpointing_enable()
         torch.manual_seed(3)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fitted import fitted
 from subquad import FavorAttention, LinearAttention, Mechanism
 from subquad.errors import ConfigError
 from subquad.functional import linear_attention
@@ -74,6 +75,16 @@ class PerQueryHead(NativeFavor):
             D, 16, near=0, sinks=0, kernel="gaussian", scale=0.5, backend="cpu"
         ),
         "favor-per-query-head": lambda: PerQueryHead(D, 16, near=8, sinks=2, num_heads=4, backend="cpu"),
+        "favor-calibrated": lambda: fitted(
+            NativeFavor, D, 16, estimator="calibrated", near=8, sinks=2, num_heads=2, transform=True, backend="cpu"
+        ),
+        "favor-softmax": lambda: fitted(
+            NativeFavor, D, 16, estimator="softmax", near=8, sinks=2, num_heads=2, backend="cpu"
+        ),
+        "favor-softmax-paper": lambda: fitted(NativeFavor, D, 16, estimator="softmax", near=0, sinks=0, backend="cpu"),
+        "favor-exponential": lambda: fitted(
+            NativeFavor, D, 16, estimator="exponential", near=8, sinks=2, num_heads=2, backend="cpu"
+        ),
     }
 )
 def test_contract(mechanism: Mechanism, check: Check) -> None:

@@ -31,13 +31,13 @@ HEAVY = (
 # Each may import from itself and from what stands before it.
 LAYERS = (
     *("errors", "checks", "features", "kernel_approximation", "kernels", "mechanism", "mechanisms", "functional"),
-    *("nn", "models", "data", "diagnostics", "bench", "training", "cli", "__main__", "testing"),
+    *("nn", "calibration", "models", "data", "diagnostics", "bench", "training", "cli", "__main__", "testing"),
 )
 
 PUBLIC = {
     "MECHANISMS ClusterAttention FavorAttention FeatureMap IdentityAttention LinearAttention "
     "LinformerAttention LshAttention Mechanism SoftmaxAttention State StridedAttention SubquadError "
-    "WindowAttention attention draw_feature_map errors features functional reorder_state state_bytes"
+    "WindowAttention attention calibrate draw_feature_map errors features functional reorder_state state_bytes"
 }
 
 

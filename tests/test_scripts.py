@@ -30,6 +30,31 @@ def test_benchmark_in_miniature(tmp_path: Path) -> None:
     assert len(records) == len(names) * (2 * 2 * 2 + 1)  # modes, directions, lengths; one context
     assert report["machine"]["torch"] == torch.__version__
     assert "decode, context 70" in done.stdout
+    rows = growth(output, tmp_path / "growth.png")
+    for name in ("sdpa", "window", "linformer", "lsh", "cluster", "strided"):
+        assert rows.count(f"| {name} |") == (2 if name == "linformer" else 4)  # modes, directions
+    assert (tmp_path / "growth.png").stat().st_size > 0
+
+
+def growth(records: Path, picture: Path) -> str:
+    command = [sys.executable, str(ROOT / "benchmarks" / "growth.py"), str(records), "--plot", str(picture)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_powers_of_growth_are_right(tmp_path: Path) -> None:
+    where = {"mode": "forward", "causal": True}
+    records = [
+        {"mechanism": name, **where, "length": length, "best": 1e-6 * length**power, "peak_bytes": 1000 * length}
+        for name, power in (("linear", 1), ("square", 2))
+        for length in (1000, 4000, 16000)
+    ]
+    (tmp_path / "records.json").write_text(json.dumps({"records": records}))
+    rows = growth(tmp_path / "records.json", tmp_path / "growth.png").splitlines()
+    assert "| linear | 1.00 | 4.00 | 16 | 1.00 |" in rows
+    assert "| square | 1,000 | 16,000 | 256,000 | 2.00 |" in rows
+    assert "| square | 1 | 4 | 16 | 1.00 |" in rows
 
 
 def test_benchmark_refuses_before_it_measures() -> None:
@@ -67,7 +92,10 @@ EXAMPLES = {
     "digits": (["--steps", "2", "--output", "TMP/digits.png"], "bits per dimension"),
     "long_text": (["TMP", "--steps", "2", "--window", "128", "--prompt", "So "], "bits per byte"),
     "listops": (["--steps", "2", "--length", "40"], "always the commonest answer"),
-    "mechanisms": (["--steps", "2", "--window", "128", "--only", "window", "linformer"], "masked"),
+    "mechanisms": (
+        ["--steps", "2", "--window", "128", "--only", "linformer", "favor in clusters"],
+        "favor in clusters",
+    ),
 }
 
 

@@ -87,7 +87,8 @@ def test_equals_longformer_of_hugging_face(some_global: bool) -> None:
     """Same weights, padded batch, global tokens with projections of their own."""
     theirs, ours = hugging_face_layer(24, 3, 16), LongformerSelfAttention(24, 3, window=16).double()
     ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(2, 64, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(2)
+    x, direction = torch.randn(2, 2, 64, 24, dtype=torch.float64, generator=generator)
     real = torch.arange(64) < torch.tensor([[64], [41]])
     chosen = torch.zeros(2, 64, dtype=torch.bool)
     if some_global:
@@ -102,6 +103,18 @@ def test_equals_longformer_of_hugging_face(some_global: bool) -> None:
     )[0]
     got = ours(x, key_mask=real, global_mask=chosen if some_global else None)
     assert_close(got[real], want[real], 1e-6, "output")  # theirs takes the softmax in float32
+    if not some_global:
+        return  # then their gradients are NaN, as padded rows may see nothing at all
+    names, parameters = zip(*ours.named_parameters(), strict=True)
+    of_ours, of_theirs = (
+        torch.autograd.grad((out * direction)[real].sum(), weights, allow_unused=True, materialize_grads=True)
+        for out, weights in ((got, parameters), (want, [theirs.get_parameter(name) for name in names]))
+    )
+    for name, g, w in zip(names, of_ours, of_theirs, strict=True):
+        if name in ("key.bias", "key_global.bias"):  # moves all logits of a row alike: zero, and theirs is rounding
+            assert float(g.norm()) < 1e-10
+        else:
+            assert_close(g, w, 1e-6, f"gradient of {name}")
 
 
 # Decoding -------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from importlib.metadata import version
 
 from subquad import errors, features, functional
+from subquad.calibration import calibrate
 from subquad.errors import SubquadError
 from subquad.features import FeatureMap, draw_feature_map
 from subquad.mechanism import Mechanism, State, reorder_state, state_bytes
@@ -35,6 +36,7 @@ __all__ = [
     "SubquadError",
     "WindowAttention",
     "attention",
+    "calibrate",
     "draw_feature_map",
     "errors",
     "features",

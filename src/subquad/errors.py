@@ -37,5 +37,9 @@ class TrainingError(SubquadError, RuntimeError):
     """Training that cannot go on, such as a loss that is no number."""
 
 
+class CalibrationError(SubquadError, RuntimeError):
+    """Features that cannot be made as good as asked."""
+
+
 class UncalibratedWarning(UserWarning):
     """Features that were meant to be fitted to data are used as they come."""

@@ -40,15 +40,15 @@ CORE = (
     Mutant(
         "one draw for all heads",
         POSITIVE,
-        "weight = torch.stack(heads)",
-        "weight = torch.stack([heads[0]] * len(heads))",
+        "coupling, generator) for _ in range(heads)])",
+        "coupling, generator)] * heads)",
         estimators("per_head"),
     ),
     Mutant(
         "hyperbolic without the mirrored rows",
         POSITIVE,
-        "torch.cat([weight, -weight], dim=1)",
-        "torch.cat([weight, weight], dim=1)",
+        "torch.cat([noise, -noise], dim=1)",
+        "torch.cat([noise, noise], dim=1)",
         estimators("mechanism_uses"),
     ),
     Mutant(
@@ -60,9 +60,9 @@ CORE = (
     ),
     Mutant(
         "redraw replaces the buffer",
-        FAVOR,
-        "self.weight.copy_(self._draw(seed))",
-        "self.weight = self._draw(seed)",
+        "features/drawn.py",
+        "self.weight.copy_(weight)",
+        "self.weight = weight",
         estimators("redraw"),
     ),
     Mutant(

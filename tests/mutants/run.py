@@ -12,6 +12,7 @@ from pathlib import Path
 
 from buckets_mutants import BUCKETS
 from core_mutants import CORE
+from fitted_mutants import FITTED
 from kernel_approximation_mutants import KERNEL_APPROXIMATION
 from linformer_mutants import LINFORMERS
 from model_mutants import MODELS
@@ -24,7 +25,7 @@ from window_mutants import WINDOW
 
 from subquad.kernels.cpu import build, library
 
-MUTANTS = (*CORE, *LINFORMERS, *MODELS, *NATIVE, *WINDOW, *STRIDED, *BUCKETS, *KERNEL_APPROXIMATION)
+MUTANTS = (*CORE, *FITTED, *LINFORMERS, *MODELS, *NATIVE, *WINDOW, *STRIDED, *BUCKETS, *KERNEL_APPROXIMATION)
 ROOT = Path(__file__).parent.parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full"]
 

@@ -75,6 +75,8 @@ class LogFeatures:
     def of_keys(self, y: Tensor, dead_bias: Tensor | None) -> Tensor:
         """Logs `[..., M]`; `dead_bias` is 0 for a key that counts, a huge negative number for one that does not."""
         logs = self._grouped(project(y, self.key))
+        if self.rule == "groups":
+            logs = logs.clone()  # autograd keeps what log_softmax returned
         logs += _per_head(self.key_bias, logs)
         if self.key_norms or dead_bias is not None:
             scalar = half_square(y).mul_(-self.key_norms)

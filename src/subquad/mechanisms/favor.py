@@ -217,6 +217,11 @@ class FavorAttention(RandomFeatures, Mechanism):
                 self.head_dim, num_features, estimator=estimator, transform=transform, **common
             )
 
+    def adopt_features(self, other: "FavorAttention") -> None:
+        """Takes the features of another layer of the same head_dim, kernel, near blocks and sinks."""
+        self.features, self.estimator, self.transform = other.features, other.estimator, other.transform
+        self.num_features, self.num_heads = other.num_features, other.num_heads
+
     @property
     def weight(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Drawn rows `[heads or 1, M, D]`; None if features are learned."""
@@ -276,15 +281,19 @@ class FavorAttention(RandomFeatures, Mechanism):
         checks.feature_map(self.name, self.feature_map, q, k)
 
     def _turned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys after the transform, if there is one, in the precision of the features."""
+        """All of them in the precision of the features and with as many heads, q and k after the transform."""
         if not self.transform:
             return q, k, v
-        assert isinstance(self.features, DrawnFeatures)
         k, v = map_heads(self.feature_map, q, k, v)
         dtype = torch.promote_types(q.dtype, torch.float32)
-        turns = (self.features.query_transform, self.features.key_transform)
-        q, k = (_turn(x.to(dtype), turn) for x, turn in zip((q, k), turns, strict=True))
-        return q, k, v.to(dtype)
+        return *self._turn(q.to(dtype), k.to(dtype)), v.to(dtype)
+
+    def _turn(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        assert isinstance(self.features, DrawnFeatures)
+        q_turn, k_turn = self.features.query_transform, self.features.key_transform
+        if q_turn is None or k_turn is None:
+            return q, k
+        return q @ _for_heads(q_turn, q).mT, k @ _for_heads(k_turn, k).mT
 
     @without_autocast
     def forward(
@@ -321,7 +330,7 @@ class FavorAttention(RandomFeatures, Mechanism):
         return (1, 2 * self.num_features) if self.trigonometric else (self.num_features, self.num_features)
 
     def dense_weights(self, q: Tensor, k: Tensor, seen: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
-        q, k, _ = self._turned(q, k, k)
+        q, k = self._turn(q, k) if self.transform else (q, k)
         x, y = (t * self.options.scale**0.5 for t in (q, k))
         if self.trigonometric:
             log_weight = self._trigonometric_log_weight(y)
@@ -391,9 +400,3 @@ def _for_heads(tensor: Tensor, like: Tensor) -> Tensor:
     """`[1 or K, ...]` for each of the heads of `like`, in its dtype."""
     tensor = tensor.to(like.dtype)
     return tensor.repeat_interleave(like.shape[1] // tensor.shape[0], 0)
-
-
-def _turn(x: Tensor, turn: Tensor | None) -> Tensor:
-    """`turn @ x` for each token. x `[B, H, T, D]`, turn `[1 or K, D, D]`."""
-    assert turn is not None
-    return x @ _for_heads(turn, x).mT

@@ -43,8 +43,10 @@ inline void normalise_groups(const View& v, int panel_count, float* logs) {
         Vec top = load(group), sum{};
         for (int i = 1; i < size; ++i) top = vmax(top, load(group + i * PANEL));
         for (int i = 0; i < size; ++i) sum += vexp(load(group + i * PANEL) - top);
-        for (int i = 0; i < LANES; ++i) top[i] += std::log(sum[i]);
-        for (int i = 0; i < size; ++i) store(group + i * PANEL, load(group + i * PANEL) - top);
+        Vec grown{};
+        for (int i = 0; i < LANES; ++i) grown[i] = std::log(sum[i]);
+        // In two steps: top + grown would round the small one to the precision of the large one.
+        for (int i = 0; i < size; ++i) store(group + i * PANEL, load(group + i * PANEL) - top - grown);
       }
 }
 

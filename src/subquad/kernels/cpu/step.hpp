@@ -93,7 +93,8 @@ class TokenStep {
       const float top = *std::max_element(logs_ + m, logs_ + m + size);
       float sum = 0;
       for (int i = m; i < m + size; ++i) sum += std::exp(logs_[i] - top);
-      for (int i = m; i < m + size; ++i) logs_[i] -= top + std::log(sum);
+      const float grown = std::log(sum);
+      for (int i = m; i < m + size; ++i) logs_[i] = logs_[i] - top - grown;
     }
   }
   // x = work(x), a vector at a time.

@@ -1,0 +1,122 @@
+"""Moments of the pairs (q, k) that features have to get right, and the proposals made from them.
+
+The error of an output is governed by the pairs that attention gives weight to, not by pairs at large: `calibrated`
+weighs each pair by its attention. `optimal` and `sharp`, as published, take all pairs alike.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad.calibration.heads import Heads
+from subquad.features.proposals import Proposal, isotropic, shaped
+from subquad.mechanism import normalised, real_index, repeat_heads
+from subquad.mechanisms.favor import FavorAttention
+
+RIDGE = 0.03  # of the mean eigenvalue; an inverse square root must not follow noise
+
+
+class Moments(NamedTuple):
+    """Weighted sums over pairs, float64: weight `[H]`, x, y `[H, D]`, xx, yy, xy `[H, D, D]`."""
+
+    weight: Tensor
+    x: Tensor
+    y: Tensor
+    xx: Tensor
+    yy: Tensor
+    xy: Tensor
+
+    def in_heads(self, heads: int) -> "Moments":
+        """Summed over the heads that share a feature map."""
+        return Moments(*(t.unflatten(0, (heads, -1)).sum(1) for t in self))
+
+    def means(self) -> "Moments":
+        """First moments divided by the weight, second ones centred."""
+        x, y, xx, yy, xy = (t / self.weight.view(-1, *[1] * (t.dim() - 1)) for t in self[1:])
+        outer = [a[:, :, None] * b[:, None] for a, b in ((x, x), (y, y), (x, y))]
+        return Moments(self.weight, x, y, *(t - o for t, o in zip((xx, yy, xy), outer, strict=True)))
+
+
+def sample_rows(heads: Heads, count: int, seed: int) -> Tensor:
+    """At most `count` query positions, in order."""
+    order = torch.randperm(heads.q.shape[2], generator=torch.Generator("cpu").manual_seed(seed))
+    return order[:count].sort().values.to(heads.q.device)
+
+
+def far_pairs(mechanism: FavorAttention, heads: Heads, rows: Tensor) -> Tensor:
+    """bool `[B or 1, 1, R, S]`: pairs left to the features, were there no masks."""
+    k_index = real_index(heads.key_mask, heads.k)
+    q_index = k_index[:, rows] if mechanism.options.near else rows[None]
+    return ~mechanism.exact_pairs(q_index, k_index)
+
+
+def seen_pairs(heads: Heads, rows: Tensor) -> Tensor:
+    """bool `[B or 1, 1, R, S]`: keys that the queries `rows` may look at; rows of masked tokens see none."""
+    keys = torch.arange(heads.k.shape[2], device=rows.device)
+    seen = keys <= rows[:, None] if heads.causal else torch.ones_like(keys <= rows[:, None])
+    seen = seen[None, None] & heads.real[:, None, rows, None]
+    return seen if heads.key_mask is None else seen & heads.key_mask[:, None, None]
+
+
+def pair_moments(mechanism: FavorAttention, batches: Iterable[Heads], *, rows: int, seed: int, alike: bool) -> Moments:
+    """Moments of the far pairs of sampled rows: weighted by their attention, or all `alike`."""
+    total = None
+    for number, heads in enumerate(batches):
+        chosen = sample_rows(heads, rows, seed + number)
+        seen = seen_pairs(heads, chosen)
+        weights = normalised(seen.to(heads.q.dtype)) if alike else heads.exact_weights(chosen)
+        weights = (weights * (seen & far_pairs(mechanism, heads, chosen))).expand(-1, heads.q.shape[1], -1, -1)
+        dtype = torch.promote_types(heads.q.dtype, torch.float32)
+        x, y = (t.to(dtype) * heads.scale**0.5 for t in (heads.q[:, :, chosen], heads.k))
+        found = _sums(weights.to(dtype), x, repeat_heads(y, x.shape[1]))
+        total = found if total is None else Moments(*(a + b for a, b in zip(total, found, strict=True)))
+    assert total is not None
+    return total
+
+
+def _sums(weights: Tensor, x: Tensor, y: Tensor) -> Moments:
+    """weights `[B, H, R, S]`, x `[B, H, R, D]`, y `[B, H, S, D]`."""
+    of_x, of_y = weights.sum(-1, keepdim=True), weights.sum(-2)[..., None]
+    sums = (
+        *(of_x.sum((2, 3)), (of_x * x).sum(2), (of_y * y).sum(2)),
+        *((of_x * x).mT @ x, (of_y * y).mT @ y, x.mT @ (weights @ y)),
+    )
+    return Moments(*(t.double().sum(0) for t in sums))
+
+
+def fitted_proposal(estimator: str, moments: Moments) -> Proposal:
+    """The proposal of "optimal", "sharp" or "calibrated" for moments of as many heads as the map has."""
+    central = moments.means()
+    mean = central.x + central.y
+    spread = central.xx + central.yy + central.xy + central.xy.mT
+    if estimator == "calibrated":
+        return shaped(mean, spread)
+    about_zero = spread + mean[:, :, None] * mean[:, None]
+    if estimator == "sharp":
+        return shaped(torch.zeros_like(mean), about_zero)
+    return isotropic(about_zero.diagonal(dim1=1, dim2=2).mean(1), mean.shape[1])
+
+
+def balancing(moments: Moments) -> tuple[Tensor, Tensor]:
+    """T and its inverse transpose, `[heads, D, D]`, such that T x and T^-T y have the same covariance."""
+    central = moments.means()
+    eye = torch.eye(central.x.shape[1], dtype=torch.float64, device=central.x.device)
+    xx, yy = (t + RIDGE * t.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * eye for t in (central.xx, central.yy))
+    root, inverse_root = _power(xx, 0.5), _power(xx, -0.5)
+    middle = inverse_root @ _power(root @ yy @ root, 0.5) @ inverse_root
+    return _power(middle, 0.5), _power(middle, -0.5)
+
+
+def _power(matrix: Tensor, exponent: float) -> Tensor:
+    """Of a symmetric positive matrix."""
+    values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+    return (vectors * values[:, None] ** exponent) @ vectors.mT
+
+
+def transformed(moments: Moments, x_turn: Tensor, y_turn: Tensor) -> Moments:
+    """Moments of T x and T^-T y."""
+    m = moments
+    x, y = ((t[:, None] @ turn.mT)[:, 0] for t, turn in ((m.x, x_turn), (m.y, y_turn)))
+    return Moments(m.weight, x, y, x_turn @ m.xx @ x_turn.mT, y_turn @ m.yy @ y_turn.mT, x_turn @ m.xy @ y_turn.mT)

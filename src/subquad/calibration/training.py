@@ -1,0 +1,152 @@
+"""Learned feature maps of one layer, trained against the outputs of exact attention."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from subquad.calibration.heads import Heads
+from subquad.calibration.moments import far_pairs, fitted_proposal, pair_moments, sample_rows, seen_pairs
+from subquad.features.learned import ExponentialFeatures, SoftmaxFeatures
+from subquad.features.positive import draw_rows
+from subquad.mechanism import repeat_heads
+from subquad.mechanisms.favor import FavorAttention, log_estimate
+
+TOKENS_PER_STEP = 2048  # queries of one step, all of whose keys take part
+LEARNING_RATE = 0.05  # of maps whose W x has the deviation 2
+RIDGE = 1e-2
+
+
+def start_features(mechanism: FavorAttention, batches: Sequence[Heads], *, rows: int, seed: int) -> None:
+    """Sharp, rotated softmax maps with a fitted offset; exponential ones from a calibrated draw."""
+    features = mechanism.features
+    if isinstance(features, SoftmaxFeatures):
+        features.start(*_sizes(batches, len(features.query)), seed)
+        if features.offset_weight is not None:
+            _fit_offset(mechanism, features, batches, rows=rows, seed=seed)
+        return
+    assert isinstance(features, ExponentialFeatures)
+    heads, num_features, dim = features.query.shape
+    moments = pair_moments(mechanism, batches, rows=rows, seed=seed, alike=False).in_heads(heads)
+    how = {"coupling": mechanism.coupling, "num_heads": heads, "seed": seed}
+    features.start(draw_rows(dim, num_features, **how, proposal=fitted_proposal("calibrated", moments)))
+
+
+def train_features(
+    mechanism: FavorAttention,
+    batches: Sequence[Heads],
+    *,
+    steps: int,
+    seed: int,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Adam on the relative squared error of each head's output, over whole sequences."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    parameters = list(mechanism.features.parameters())
+    optimizer = torch.optim.Adam(_groups(mechanism), betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2)
+    exact = [heads.exact() for heads in batches]
+    for step in range(steps):
+        number = step % len(batches)
+        heads, want = _some_sequences(batches[number], exact[number], generator)
+        with torch.enable_grad():
+            loss = relative_loss(heads.attend(mechanism), want, heads.real)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        if progress is not None:
+            progress(1)
+
+
+def relative_loss(out: Tensor, want: Tensor, real: Tensor) -> Tensor:
+    """Squared error of each head relative to the size of its output, the mean over heads."""
+    keep = real[:, None, :, None]
+    wrong, size = (torch.where(keep, t, 0).square().sum((0, 2, 3)) for t in (out - want, want))
+    return (wrong / size).mean()
+
+
+def _groups(mechanism: FavorAttention) -> list[dict]:
+    """Rates follow the size of the maps, so that they do not depend on the scale of queries and keys."""
+    groups = []
+    for name, parameter in mechanism.features.named_parameters():
+        is_map = name in ("query", "key")
+        size = parameter.detach().std().item() / (2 / parameter.shape[-1] ** 0.5) if is_map else 1.0
+        groups.append({"params": [parameter], "lr": LEARNING_RATE * size})
+    return groups
+
+
+def _some_sequences(heads: Heads, want: Tensor, generator: torch.Generator) -> tuple[Heads, Tensor]:
+    """As many as make a step."""
+    count = max(1, TOKENS_PER_STEP // heads.q.shape[2])
+    if count >= len(heads.q):
+        return heads, want
+    index = torch.randperm(len(heads.q), generator=generator)[:count].to(heads.q.device)
+    return heads.sequences(index), want[index]
+
+
+def _sizes(batches: Sequence[Heads], map_heads: int) -> tuple[Tensor, Tensor]:
+    """Root mean squares of the entries of x and y for each head of the map."""
+    x = [(heads.q, heads.real, heads.scale) for heads in batches]
+    y = [(heads.k, heads.key_mask, heads.scale) for heads in batches]
+    return _root_mean_square(x, map_heads), _root_mean_square(y, map_heads)
+
+
+def _root_mean_square(parts: Sequence[tuple[Tensor, Tensor | None, float]], map_heads: int) -> Tensor:
+    """Of real tokens; parts: tokens `[B, H, T, D]`, which are real `[B, T]`, and the scale."""
+    squares, count = torch.zeros(map_heads, dtype=torch.float64), 0
+    for x, mask, scale in parts:
+        x = repeat_heads(x, max(map_heads, x.shape[1])).double()
+        keep = torch.ones_like(x[:, 0, :, 0], dtype=torch.bool) if mask is None else mask
+        found = torch.where(keep[:, None, :, None], x, 0).square().sum((0, 2, 3)) * scale
+        squares = squares + found.unflatten(0, (map_heads, -1)).mean(1).cpu()
+        count += int(keep.sum()) * x.shape[3]
+    return (squares / count).sqrt()
+
+
+@torch.no_grad()
+def _fit_offset(
+    mechanism: FavorAttention, features: SoftmaxFeatures, batches: Sequence[Heads], *, rows: int, seed: int
+) -> None:
+    """Ridge regression of log(exact far mass) - log(estimated far mass) on [1, x], where far and near compete."""
+    assert features.offset_weight is not None
+    assert features.offset_bias is not None
+    features.offset_weight.zero_()
+    features.offset_bias.zero_()
+    inputs, targets, weights = zip(
+        *(_far_mass(mechanism, heads, sample_rows(heads, rows, seed + i)) for i, heads in enumerate(batches)),
+        strict=True,
+    )
+    map_heads = len(features.offset_bias)
+    x, target, weight = (
+        torch.cat([t.transpose(0, 1).flatten(1, 2) for t in parts], 1).unflatten(0, (map_heads, -1)).flatten(1, 2)
+        for parts in (inputs, targets, weights)
+    )  # [map heads, rows of all heads that share it, ...]
+    x = torch.cat([torch.ones_like(x[..., :1]), x], -1)
+    left = (weight[..., None] * x).mT @ x + RIDGE * weight.sum(1)[:, None, None] * torch.eye(x.shape[-1]).to(x)
+    right = ((weight * target)[..., None] * x).sum(1)
+    solution = torch.linalg.solve(left, right)
+    features.offset_bias.copy_(solution[:, 0])
+    features.offset_weight.copy_(solution[:, 1:])
+
+
+def _far_mass(mechanism: FavorAttention, heads: Heads, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x `[B, H, R, D]`, how much the log of its far mass is underestimated, and how much that matters `[B, H, R]`."""
+    x, y = (t.double() * heads.scale**0.5 for t in (heads.q[:, :, rows], heads.k))
+    y = repeat_heads(y, x.shape[1])
+    seen = seen_pairs(heads, rows)
+    far = seen & far_pairs(mechanism, heads, rows)
+    logits = x @ y.mT
+    if heads.gaussian:
+        logits = logits - (y.square().sum(-1) / 2)[:, :, None]
+    exact = logits.masked_fill(~far, -torch.inf).logsumexp(-1)
+    share = (exact - logits.masked_fill(~seen, -torch.inf).logsumexp(-1)).exp()
+    estimate = log_estimate(x, y, mechanism.feature_map)
+    if heads.gaussian:
+        estimate = estimate - (y.square().sum(-1) / 2)[:, :, None]
+    estimate = estimate.masked_fill(~far, -torch.inf).logsumexp(-1)
+    exists = far.any(-1).expand_as(exact)
+    weight = torch.where(exists, share * (1 - share) + 1e-3, 0.0)
+    return x, torch.where(exists, exact - estimate, 0.0), weight

@@ -1,0 +1,92 @@
+"""Checks of `subquad.calibrate` and of everything that listens to the attention of a model."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from subquad.checks import choice, count
+from subquad.errors import CalibrationError, ConfigError, DtypeError
+
+
+def batches(op: str, given: Any) -> list[Any]:
+    """At least one; a tensor or mapping alone is a common slip."""
+    if isinstance(given, (Tensor, dict)) or not isinstance(given, Iterable):
+        raise DtypeError(f"{op}: batches must be a list of batches, got {type(given).__name__}; use [batch]")
+    found = list(given)
+    if not found:
+        raise ConfigError(f"{op}: there are no batches; a few thousand tokens do")
+    return found
+
+
+def can_be_heard(op: str, model: Any) -> None:
+    if not hasattr(model, "set_attn_implementation"):
+        raise ConfigError(
+            f"{op}: {type(model).__name__} has no favor or softmax attention of subquad and is no Hugging Face model"
+        )
+
+
+def something_heard(op: str, model: Any, layers: int) -> None:
+    if not layers:
+        raise ConfigError(
+            f"{op}: {type(model).__name__} ran, but its attention did not go through subquad or through the attention "
+            "interface of transformers"
+        )
+
+
+def whole_attention(name: str, q: Tensor, k: Tensor, window: int | None) -> None:
+    """Attention that exact softmax over all keys reproduces."""
+    if window is not None and k.shape[2] > window:
+        raise ConfigError(
+            f"{name}: attends within a window of {window} tokens, got {k.shape[2]}; give batches of at most {window}"
+        )
+    if q.shape[2] != k.shape[2]:
+        raise ConfigError(
+            f"{name}: got {q.shape[2]} queries and {k.shape[2]} keys; give whole sequences, without a cache"
+        )
+
+
+def settings(given: Any, estimators: Sequence[str], learned: Sequence[str]) -> None:
+    op = "calibrate"
+    choice(op, "estimator", given.estimator, estimators)
+    if given.num_features is not None and given.num_features != "auto":
+        count(op, "num_features", given.num_features)
+    for name in ("steps", "cap", "rows"):
+        count(op, name, getattr(given, name))
+    if isinstance(given.target, bool) or not isinstance(given.target, (int, float)) or not 0 < given.target < 1:
+        raise ConfigError(f"{op}: target must lie between 0 and 1, got {given.target!r}")
+    if given.transform and given.estimator != "calibrated":
+        raise ConfigError(f"{op}: transform=True needs estimator='calibrated', got {given.estimator!r}")
+    if given.num_features == "auto" and given.estimator == "softmax" and given.cap % 2:
+        raise ConfigError(f"{op}: estimator='softmax' has an even number of features, got cap={given.cap}")
+
+
+def favor_layers(model: Any, layers: int) -> None:
+    if not layers:
+        raise ConfigError(f"calibrate: {type(model).__name__} has no FavorAttention; there is nothing to calibrate")
+
+
+def far_pairs(mechanism: Any, heads: Sequence[Any]) -> None:
+    """Some query must have keys that are left to the features."""
+    near, sinks = mechanism.options.near, mechanism.options.sinks
+    longest = max(h.k.shape[2] if h.key_mask is None else int(h.key_mask.sum(-1).max()) for h in heads)
+    if (near and longest <= max(2 * near, sinks)) or (not near and longest <= sinks):
+        raise ConfigError(
+            f"calibrate: with near={near} and sinks={sinks} a sequence of {longest} tokens is all exact, "
+            "there is nothing to estimate; give longer sequences"
+        )
+
+
+def reached(given: Any, reports: Sequence[Any]) -> None:
+    if given.num_features != "auto":
+        return
+    failed = [report for report in reports if report.mean_after > given.target]
+    if failed:
+        worst = max(failed, key=lambda report: report.mean_after)
+        raise CalibrationError(
+            f"calibrate: {len(failed)} of {len(reports)} layers do not reach target={given.target} with up to "
+            f"{given.cap} features of estimator={given.estimator!r}; worst is {worst.name} with {worst.mean_after:.3f} "
+            f"(heads {min(worst.after):.3f} to {max(worst.after):.3f}). Nothing was changed. Keep exact attention in "
+            "those layers, learn the features (estimator='softmax'), or choose num_features yourself: "
+            + ", ".join(f"{report.name} {report.mean_after:.3f}" for report in failed)
+        )

@@ -1,0 +1,274 @@
+"""`subquad.calibrate`: layers alone and in models, drawn and learned features, what it refuses."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import subquad
+from subquad import FavorAttention
+from subquad.calibration.errors import head_errors
+from subquad.calibration.fitting import split
+from subquad.calibration.heads import Heads, collect
+from subquad.calibration.training import _far_mass, start_features, train_features
+from subquad.errors import CalibrationError, UncalibratedWarning
+from subquad.features.learned import SHARPNESS, SoftmaxFeatures
+from subquad.models import SubquadConfig, SubquadForCausalLM
+from subquad.testing import assert_close
+
+D, LENGTH = 16, 96
+
+
+def stretched(seed: int, heads: int = 2, length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys off the origin that vary in few directions, as those of trained heads do."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = torch.linspace(2.0, 0.0, D).square()
+    offset = torch.randn(heads, 1, D, generator=torch.Generator().manual_seed(99))
+    q, k = (shape * torch.randn(2, heads, length, D, generator=generator) + sign * offset for sign in (1, -0.5))
+    return q, k, torch.randn(2, heads, length, D, generator=generator) + k
+
+
+def batches(count: int = 3, **options: Any) -> list[dict[str, Any]]:
+    return [dict(zip("qkv", stretched(seed, **options), strict=True)) for seed in range(count)]
+
+
+def layer(near: int = 0, **options: Any) -> FavorAttention:
+    return FavorAttention(D, 64, near=near, sinks=2 if near else 0, num_heads=2, **options)
+
+
+@pytest.mark.parametrize("near", [0, 8])
+@pytest.mark.parametrize("estimator", ["calibrated", "sharp", "softmax", "exponential"])
+def test_features_get_better_on_batches_that_were_held_out(estimator: str, near: int) -> None:
+    attention = layer(near)
+    report = subquad.calibrate(attention, batches(), estimator=estimator, steps=40, progress=None)
+    assert report.held_out
+    assert report.mean_after < 0.85 * report.mean_before, str(report)
+    assert attention.estimator == estimator
+    held = collect(attention, batches()[-1:], op="test", exact=True)[0].heads
+    assert_close(head_errors(attention, held), torch.tensor(report.layers[0].after).double(), 1e-6, "reported errors")
+
+
+def test_the_error_is_that_of_the_outputs() -> None:
+    attention = layer(8)
+    q, k, v = stretched(0)
+    real = torch.arange(LENGTH) < torch.tensor([[LENGTH], [40]])
+    got = head_errors(attention, [Heads(q, k, v, True, real, attention.options.scale)])
+    exact = subquad.SoftmaxAttention(D).double()(*(t.double() for t in (q, k, v)), causal=True, key_mask=real)
+    out = attention(q, k, v, causal=True, key_mask=real).double()
+    for head in range(2):
+        kept = [torch.cat([t[0, head], t[1, head, :40]]) for t in (out, exact)]
+        assert abs(got[head].item() - ((kept[0] - kept[1]).norm() / kept[1].norm()).item()) < 1e-5
+
+
+def test_same_seed_same_features() -> None:
+    made = []
+    for seed in (0, 0, 1):
+        attention = layer()
+        subquad.calibrate(attention, batches(), seed=seed)
+        made.append(attention.feature_map.query)
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+
+
+def test_redraw_keeps_what_was_found() -> None:
+    attention = layer()
+    subquad.calibrate(attention, batches())
+    before = {name: x.clone() for name, x in attention.features.named_buffers()}
+    attention.redraw(5)
+    after = dict(attention.features.named_buffers())
+    assert torch.equal(after["mean"], before["mean"])
+    assert torch.equal(after["root"], before["root"])
+    assert not torch.equal(after["weight"], before["weight"])
+    held = collect(attention, batches()[-1:], op="test", exact=True)[0].heads
+    assert head_errors(attention, held).mean() < head_errors(layer(), held).mean()
+
+
+def test_a_transform_leaves_exact_attention_alone() -> None:
+    attention = layer(2 * LENGTH)
+    far = layer(0)
+    subquad.calibrate(far, batches(), transform=True)
+    attention.adopt_features(far)
+    q, k, v = (t.double() for t in stretched(7))
+    exact = subquad.SoftmaxAttention(D)(q, k, v)
+    assert_close(attention(q, k, v), exact, 1e-6, "all near; T and its inverse are float32")
+
+
+def test_enough_features_are_found_by_measuring() -> None:
+    easy = [{"q": 0.2 * b["q"], "k": 0.2 * b["k"], "v": b["v"]} for b in batches()]
+    attention = layer()
+    report = subquad.calibrate(attention, easy, num_features="auto", target=0.3)
+    assert report.layers[0].num_features == attention.num_features == attention.feature_map.num_features < 256
+    assert report.mean_after <= 0.3 / 1.7
+    stricter = layer()
+    subquad.calibrate(stricter, easy, num_features="auto", target=0.1)
+    assert stricter.num_features > attention.num_features
+
+
+def test_what_cannot_be_reached_is_refused_and_changes_nothing() -> None:
+    attention = layer()
+    before = copy.deepcopy(attention.state_dict())
+    with pytest.raises(CalibrationError) as raised:
+        subquad.calibrate(attention, batches(), num_features="auto", target=0.001, cap=64)
+    words = str(raised.value)
+    assert words.startswith("calibrate: 1 of 1 layers do not reach target=0.001 with up to 64 features of estimator=")
+    assert "Nothing was changed." in words
+    assert attention.estimator == "positive"
+    assert all(torch.equal(x, before[name]) for name, x in attention.state_dict().items())
+
+
+# Learned features -----------------------------------------------------------------------------------------------------
+
+
+def test_softmax_features_start_sharp() -> None:
+    attention = layer(estimator="softmax")
+    heads = [Heads(*stretched(0), False, None, attention.options.scale)]
+    start_features(attention, heads, rows=64, seed=0)
+    features = attention.features
+    assert isinstance(features, SoftmaxFeatures)
+    for x, weight in ((heads[0].q, features.query), (heads[0].k, features.key)):
+        projected = attention.options.scale**0.5 * x @ weight.mT
+        assert_close(projected.square().mean((0, 2, 3)).sqrt(), torch.full((2,), SHARPNESS), 1e-5, "size of W x")
+
+
+def test_the_offset_brings_the_far_mass_to_its_size() -> None:
+    attention = layer(8, estimator="softmax")
+    heads = Heads(*stretched(0), True, None, attention.options.scale)
+    rows = torch.arange(LENGTH)
+    features = attention.features
+    assert isinstance(features, SoftmaxFeatures)
+    features.start(torch.ones(2), torch.ones(2), 0)
+    _, missing, weight = _far_mass(attention, heads, rows)
+    before = (weight * missing.square()).sum() / weight.sum()
+    start_features(attention, [heads], rows=LENGTH, seed=0)
+    _, missing, weight = _far_mass(attention, heads, rows)
+    after = (weight * missing.square()).sum() / weight.sum()
+    assert after < 0.5 * before
+
+
+def test_training_lowers_the_error() -> None:
+    attention = layer(8, estimator="softmax")
+    heads = [Heads(*stretched(seed), True, None, attention.options.scale) for seed in range(2)]
+    start_features(attention, heads, rows=64, seed=0)
+    before = head_errors(attention, heads).mean()
+    train_features(attention, heads, steps=40, seed=0)
+    assert head_errors(attention, heads).mean() < 0.9 * before
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+def model(**options: Any) -> SubquadForCausalLM:
+    torch.manual_seed(0)
+    config = SubquadConfig(
+        vocab_size=20,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_key_value_heads=2,
+        attention=["favor", "softmax", "favor"],
+        attention_options=[{"num_features": 32, "near": 8}, {}, {"num_features": 32, "near": 8}],
+        initializer_range=0.3,
+        **options,
+    )
+    return SubquadForCausalLM(config).eval()
+
+
+def test_models_run_exactly_while_they_are_listened_to() -> None:
+    """Every layer is asked what it would be asked if all were exact, and is left as it was."""
+    ids = torch.randint(0, 20, (2, 50), generator=torch.Generator().manual_seed(0))
+    favor = model()
+    before = favor(ids).logits
+    layers = collect(favor, [ids], op="test", exact=True)
+    assert [layer.name for layer in layers] == [f"model.layers.{i}.attention.mechanism" for i in range(3)]
+    assert torch.equal(favor(ids).logits, before)
+    exact = model()
+    exact.load_state_dict(favor.state_dict())
+    for mechanism in exact.mechanisms():
+        if isinstance(mechanism, FavorAttention):
+            mechanism.options = mechanism.options._replace(near=64)
+    wanted = collect(exact, [ids], op="test", exact=False)
+    for got, want in zip(layers, wanted, strict=True):
+        assert_close(got.heads[0].q, want.heads[0].q, 1e-5, got.name)
+        assert got.heads[0].causal
+
+
+def test_a_model_is_calibrated_in_place() -> None:
+    ids = [torch.randint(0, 20, (2, 80), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    favor = model()
+    names = []
+    report = subquad.calibrate(favor, ids, progress=lambda name, done, total: names.append((name, done, total)))
+    assert [layer.name for layer in report.layers] == [f"model.layers.{i}.attention.mechanism" for i in (0, 2)]
+    assert [m.estimator for m in favor.mechanisms() if isinstance(m, FavorAttention)] == ["calibrated"] * 2
+    assert favor.config.layer_attention(0)[1]["estimator"] == "calibrated"
+    assert favor.config.layer_attention(1) == ("softmax", {})
+    assert names[0] == ("running the model", 1, 2)
+    assert names[-1] == ("done", 2, 2)
+
+
+def test_batches_to_fit_and_to_measure() -> None:
+    made: list[Any] = list(range(11))
+    assert split(made[:1]) == ([0], [0])
+    assert split(made[:2]) == ([0], [1])
+    assert split(made) == ([0, 1, 2, 3, 5, 6, 7, 8], [4, 9, 10])
+
+
+# Warnings and errors --------------------------------------------------------------------------------------------------
+
+
+def test_features_that_were_not_fitted_say_so() -> None:
+    with pytest.warns(UncalibratedWarning) as caught:
+        FavorAttention(D, estimator="sharp")
+    assert str(caught[0].message) == (
+        "favor: estimator='sharp' is not fitted to data yet and assumes q, k ~ N(0, I); "
+        "use subquad.calibrate(model, batches)"
+    )
+    with torch.device("meta"):
+        FavorAttention(D, estimator="sharp")  # a model that is being loaded: no warning, or this test fails
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"estimator": "sharpp"}, "calibrate: estimator must be one of optimal, sharp, calibrated, softmax, "),
+        ({"num_features": 0}, "calibrate: num_features must be a whole number of at least 1, got 0"),
+        ({"target": 2}, "calibrate: target must lie between 0 and 1, got 2"),
+        ({"steps": 0}, "calibrate: steps must be a whole number of at least 1, got 0"),
+        (
+            {"estimator": "sharp", "transform": True},
+            "calibrate: transform=True needs estimator='calibrated', got 'sharp'",
+        ),
+        (
+            {"estimator": "softmax", "num_features": "auto", "cap": 33},
+            "calibrate: estimator='softmax' has an even number of features, got cap=33",
+        ),
+    ],
+)
+def test_wrong_settings(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(subquad.errors.ConfigError) as raised:
+        subquad.calibrate(layer(), batches(), **options)
+    assert str(raised.value).startswith(words)
+
+
+def test_wrong_batches_and_models() -> None:
+    for given, words in (
+        (torch.zeros(2, 2), "calibrate: batches must be a list of batches, got Tensor; use [batch]"),
+        ([], "calibrate: there are no batches; a few thousand tokens do"),
+    ):
+        with pytest.raises(subquad.SubquadError) as raised:
+            subquad.calibrate(layer(), given)
+        assert str(raised.value) == words
+    with pytest.raises(subquad.errors.ConfigError) as raised:
+        subquad.calibrate(torch.nn.Linear(2, 2), [torch.zeros(1, 2)])
+    assert str(raised.value) == (
+        "calibrate: Linear has no favor or softmax attention of subquad and is no Hugging Face model"
+    )
+    with pytest.raises(subquad.errors.ConfigError) as raised:
+        subquad.calibrate(subquad.SoftmaxAttention(D), batches())
+    assert str(raised.value) == "calibrate: SoftmaxAttention has no FavorAttention; there is nothing to calibrate"
+    with pytest.raises(subquad.errors.ConfigError) as raised:
+        subquad.calibrate(layer(64), batches())
+    assert str(raised.value) == (
+        "calibrate: with near=64 and sinks=2 a sequence of 96 tokens is all exact, there is nothing to estimate; "
+        "give longer sequences"
+    )
