@@ -324,7 +324,11 @@ OPTIONS = {
     ),
     "coupling for powers of two": (
         lambda: FavorAttention(12, coupling="hadamard"),
-        "favor: coupling='hadamard' needs a head_dim that is a power of two, got 12",
+        "favor: coupling='hadamard' needs a head_dim that is a power of two from 32 on, got 12",
+    ),
+    "coupling for many dims": (
+        lambda: LinearAttention(16, num_features=8, coupling="hadamard"),
+        "linear: coupling='hadamard' needs a head_dim that is a power of two from 32 on, got 16",
     ),
     "coupling for two dims": (
         lambda: FavorAttention(1, coupling="simplex"),

@@ -73,6 +73,19 @@ def test_benchmark_refuses_before_it_measures() -> None:
         assert done.stderr.splitlines()[-1] == f"attention.py: error: {message}"
 
 
+def test_kernel_approximation_in_miniature(tmp_path: Path) -> None:
+    small = ["--draws", "2", "--components", "4", "8", "--model-components", "8", "--output", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "kernel_approximation.py"), *small]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "kernel_approximation.json").read_text())
+    assert {len(methods) for methods in report["kernel_error"].values()} == {6}
+    assert set(report["kernel_error"]["digits"]["RBFSampler"]) == {"4", "8"}
+    assert report["score"]["digits"]["exact kernel"]["mean"] > 0.95
+    assert (tmp_path / "kernel_approximation.png").stat().st_size > 10_000
+    assert "| trigonometric, orthogonal | " in done.stdout
+
+
 EXAMPLES = {
     "swap_attention": (["--length", "200"], "2 layers -> softmax: output differs by 0.00 %"),
     "train_proteins": (["--steps", "2", "--window", "256"], "sample: MKT"),

@@ -14,6 +14,7 @@ from buckets_mutants import BUCKETS
 from core_mutants import CORE
 from diagnose_mutants import DIAGNOSE
 from fitted_mutants import FITTED
+from kernel_approximation_mutants import KERNEL_APPROXIMATION
 from linformer_mutants import LINFORMERS
 from model_mutants import MODELS
 from mutant import Mutant
@@ -25,7 +26,10 @@ from window_mutants import WINDOW
 
 from subquad.kernels.cpu import build, library
 
-MUTANTS = (*CORE, *FITTED, *LINFORMERS, *MODELS, *NATIVE, *WINDOW, *STRIDED, *BUCKETS, *DIAGNOSE)
+MUTANTS = (
+    *(*CORE, *FITTED, *LINFORMERS, *MODELS, *NATIVE, *WINDOW, *STRIDED, *BUCKETS),
+    *(*KERNEL_APPROXIMATION, *DIAGNOSE),
+)
 ROOT = Path(__file__).parent.parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full"]
 

@@ -316,8 +316,8 @@ def probability(op: str, name: str, value: Any) -> float:
 
 def coupling_dim(op: str, coupling: str, dim: int) -> None:
     """Head dims that a coupling cannot serve."""
-    if coupling == "hadamard" and dim & (dim - 1):
-        raise ConfigError(f"{op}: coupling='hadamard' needs a head_dim that is a power of two, got {dim}")
+    if coupling == "hadamard" and (dim & (dim - 1) or dim < 32):  # in few dimensions signs are too few: biased
+        raise ConfigError(f"{op}: coupling='hadamard' needs a head_dim that is a power of two from 32 on, got {dim}")
     if coupling == "simplex" and dim < 2:
         raise ConfigError(f"{op}: coupling='simplex' needs a head_dim of at least 2, got {dim}")
 

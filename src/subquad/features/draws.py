@@ -32,7 +32,7 @@ def simplex(dim: int, generator: torch.Generator) -> Tensor:
 def hadamard(dim: int, generator: torch.Generator) -> Tensor:
     """`[dim, dim]` orthogonal: H D1 H D2 H D3 with random signs D, in O(dim^2 log dim) instead of O(dim^3).
 
-    Close to uniform, but not quite: the one coupling whose rows are N(0, I) only nearly.
+    Close to uniform, but not quite: the one coupling whose rows are N(0, I) only nearly, from 32 dimensions on.
     """
     block = torch.eye(dim, dtype=torch.float64, device="cpu")
     for _ in range(3):

@@ -152,7 +152,7 @@ class FavorAttention(RandomFeatures, Mechanism):
         estimator: of the far field. Drawn from N(0, I): "positive" (FAVOR+), "hyperbolic" (rows with both signs),
             "trigonometric" (signed; for study, only with near=0, sinks=0). Drawn from what `subquad.calibrate` found:
             "optimal" (FAVOR++), "sharp" (FAVOR#), "calibrated" (the best of them). Learned: "softmax", "exponential".
-        coupling: of drawn rows: "orthogonal", "iid", "simplex" or "hadamard" (head_dim a power of two).
+        coupling: of drawn rows: "orthogonal", "iid", "simplex" or "hadamard" (head_dim 32, 64, ...).
         kernel: "softmax" or "gaussian".
         num_heads: heads of k, for features of their own in each (query heads that share a key head share them);
             heads of q, for features of their own in each of those, where keys are repeated; None: one map for all.
