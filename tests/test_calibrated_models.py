@@ -109,6 +109,18 @@ def test_models_of_any_precision_can_be_calibrated(dtype: torch.dtype) -> None:
         assert all(0 < error < 3 for layer in report.layers for error in layer.after)
 
 
+@pytest.mark.parametrize("estimator", ["calibrated", "softmax"])
+def test_half_precision_is_fitted_in_float32(estimator: str) -> None:
+    """The same numbers give the same features, whatever they are stored in."""
+    q, k, v = torch.randn(3, 2, 2, 40, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    fitted = []
+    for dtype in (torch.bfloat16, torch.float32):
+        layer = FavorAttention(8, 16, near=4)
+        calibrate(layer, [(q.to(dtype), k.to(dtype), v.to(dtype))], estimator=estimator, steps=2)
+        fitted.append(layer.feature_map.query)
+    assert torch.equal(*fitted)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("near", "sinks"), [(0, 0), (0, 5), (4, 0), (4, 3), (4, 4), (4, 9), (1, 3)])
 def test_the_longest_sequence_that_is_all_exact(near: int, sinks: int, causal: bool) -> None:

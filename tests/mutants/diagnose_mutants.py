@@ -114,11 +114,11 @@ DIAGNOSE = (
         saved("transform"),
     ),
     Mutant(
-        "calibrate: float64 models are fitted in float64",
+        "calibrate: half precision is fitted in half precision",
         FITTING,
-        "q=heads.q.float(), k=heads.k.float(), v=heads.v.float()",
-        "q=heads.q, k=heads.k, v=heads.v",
-        saved("any_precision"),
+        "[heads.precise() for heads in batches]",
+        "list(batches)",
+        saved("fitted_in_float32"),
     ),
     Mutant(
         "calibrate: learned features of a layer are one map for all heads",
@@ -149,10 +149,10 @@ DIAGNOSE = (
         diagnose("is_the_function"),
     ),
     Mutant(
-        "progress: a bar in a file",
+        "progress: a bar that nobody wanted",
         "calibration/progress.py",
         "progress and sys.stderr.isatty() and",
-        "progress and",
+        "sys.stderr.isatty() and",
         diagnose("progress"),
     ),
     Mutant(
@@ -163,7 +163,7 @@ DIAGNOSE = (
         "tests/test_training.py -k told_once",
     ),
     Mutant(
-        "training: near blocks are blamed for features they do not use",
+        "training: models that do not look at anything yet are warned of",
         "diagnostics/uniform.py",
         "if error > LARGE and error >= USELESS * uniform:",
         "if error > LARGE or error >= USELESS * uniform:",

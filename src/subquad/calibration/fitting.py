@@ -148,8 +148,8 @@ def _smallest(
 def fitted_attention(
     mechanism: FavorAttention, batches: Sequence[Heads], settings: Settings, num_features: int, seed: int
 ) -> FavorAttention:
-    """A copy of `mechanism` with features fitted to the batches, in float32 as features are."""
-    batches = [heads._replace(q=heads.q.float(), k=heads.k.float(), v=heads.v.float()) for heads in batches]
+    """A copy of `mechanism` with features fitted to the batches, in float32 or better."""
+    batches = [heads.precise() for heads in batches]
     fitted = copy.deepcopy(mechanism)
     fitted.set_features(settings.estimator, num_features, mechanism.num_heads, transform=settings.transform)
     fitted.to(batches[0].q.device)

@@ -63,6 +63,11 @@ class Heads(NamedTuple):
         ones, norms = torch.ones_like(x[..., :1]), -y.square().sum(-1, keepdim=True) / 2
         return torch.cat([x, ones], -1), torch.cat([y, norms], -1), 1.0
 
+    def precise(self) -> "Heads":
+        """In float32 at least."""
+        dtype = torch.promote_types(self.q.dtype, torch.float32)
+        return self._replace(q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
+
     def sequences(self, index: Tensor) -> "Heads":
         """Some of the sequences of the batch."""
         mask = None if self.key_mask is None else self.key_mask[index]

@@ -78,9 +78,7 @@ def samples(batches: Sequence[Heads], rows: int, seed: int) -> Iterator[Sample]:
 
 
 def _sample(heads: Heads, rows: Tensor) -> Sample:
-    dtype = torch.promote_types(heads.q.dtype, torch.float32)
-    precise = heads._replace(q=heads.q.to(dtype), k=heads.k.to(dtype))
-    return Sample(heads, rows, seen_pairs(heads, rows), precise.logits(rows))
+    return Sample(heads, rows, seen_pairs(heads, rows), heads.precise().logits(rows))
 
 
 @torch.no_grad()
