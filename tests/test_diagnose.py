@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ from tiny_models import make, random_ids
 
 H, K, D, T = 4, 2, 6, 40
 ALL = 1000  # rows: more than there are
+
+
+def cast(value: object) -> Any:
+    return value
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -87,11 +92,9 @@ class Written:
 
 def log_features(attention: FavorAttention, x: Tensor, y: Tensor, head: int) -> tuple[Tensor, Tensor]:
     """log phi `[M]` of one query and log psi `[S, M]` of its keys, from the tensors of the map."""
-    m, f = attention.feature_map, attention.features
+    m, f = attention.feature_map, cast(attention.features)
     query, key, bias = (t[head].detach().double() for t in (m.query, m.key, m.key_bias))
     if attention.transform:
-        assert f.query_transform is not None
-        assert f.key_transform is not None
         x, y = f.query_transform[head].double() @ x, y @ f.key_transform[head].double().mT
     phi, psi = query @ x, y @ key.mT
     if m.rule == "groups":
@@ -108,7 +111,7 @@ def written_down(attention: FavorAttention, mask: Tensor | None, causal: bool) -
     found = []
     for h in range(H):
         sums: dict[str, list[float]] = {name: [] for name in ("q", "k", "logits", "entropy", "used")}
-        wrong = dict.fromkeys(("error", "uniform", "near", "size"), 0.0)
+        wrong: dict[str, float] = dict.fromkeys(("error", "uniform", "near", "size"), 0.0)
         for b in range(3):
             real = list(range(T)) if mask is None else mask[b].nonzero()[:, 0].tolist()
             kh = h // (H // K)
@@ -264,7 +267,7 @@ def test_padding_changes_nothing(make_model: Callable, left: bool) -> None:
     model, ids = make_model(), random_ids(2, 25)
     mask = torch.zeros(2, 25, dtype=torch.long)
     mask[:, slice(8, 25) if left else slice(0, 17)] = 1
-    options = {} if isinstance(model, SubquadModel) else {"near": 3, "num_features": 10}
+    options: dict[str, Any] = {} if isinstance(model, SubquadModel) else {"near": 3, "num_features": 10}
     places = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
     padded = diagnose(model, [{"input_ids": ids, "attention_mask": mask, **places}], rows=ALL, **options)
     alone = diagnose(model, [ids[mask.bool()].view(2, 17)], rows=ALL, **options)
@@ -460,7 +463,8 @@ def test_table(result: Diagnosis) -> None:
 
 
 def test_summary_names_every_verdict(result: Diagnosis) -> None:
-    heads = [result.layers[0].heads[0].__class__(*[0.1] * 10, verdict) for verdict in (FINE, CALIBRATE, SHARP, SHARP)]
+    one = result.layers[0].heads[0]
+    heads = [replace(one, verdict=verdict) for verdict in (FINE, CALIBRATE, SHARP, SHARP)]
     layer = LayerDiagnosis("a", True, "positive", 8, 4, 4, False, tuple(heads))
     assert layer.verdict == SHARP
     assert Diagnosis(0.3, 64, 1, (layer,)).summary == (
@@ -498,9 +502,8 @@ def test_plotted(result: Diagnosis, tmp_path: Path) -> None:
     for name in ("a.png", "b.svg"):
         result.plot(tmp_path / name, title="a model")
         assert (tmp_path / name).stat().st_size > 5000
-    uneven = Diagnosis(0.3, 64, 1, (result.layers[0], LayerDiagnosis(*vars(result.layers[1]).values())))
-    uneven.layers[1].__dict__["heads"] = uneven.layers[1].heads[:2]
-    uneven.plot(tmp_path / "c.png")
+    fewer = replace(result.layers[1], heads=result.layers[1].heads[:2])
+    replace(result, layers=(result.layers[0], fewer)).plot(tmp_path / "c.png")
 
 
 def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -610,10 +613,6 @@ def test_mistakes_of_the_command(words: tuple[Path, Path], tmp_path: Path, capsy
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
-
-
-def cast(value: object) -> Any:
-    return value
 
 
 layer = FavorAttention(D, 8, near=4)
