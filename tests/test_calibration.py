@@ -44,7 +44,7 @@ def layer(near: int = 0, **options: Any) -> FavorAttention:
 @pytest.mark.parametrize("estimator", ["calibrated", "sharp", "softmax", "exponential"])
 def test_features_get_better_on_batches_that_were_held_out(estimator: str, near: int) -> None:
     attention = layer(near)
-    report = subquad.calibrate(attention, batches(), estimator=estimator, steps=40, progress=None)
+    report = subquad.calibrate(attention, batches(), estimator=estimator, steps=40, progress=False)
     assert report.held_out
     assert report.mean_after < 0.85 * report.mean_before, str(report)
     assert attention.estimator == estimator

@@ -1,10 +1,9 @@
 """Sub-quadratic attention for PyTorch, behind one contract."""
 
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 from subquad import errors, features, functional
-from subquad.calibration import calibrate
-from subquad.diagnostics import diagnose
 from subquad.errors import SubquadError
 from subquad.features import FeatureMap, draw_feature_map
 from subquad.mechanism import Mechanism, State, reorder_state, state_bytes
@@ -18,6 +17,10 @@ from subquad.mechanisms.lsh import LshAttention
 from subquad.mechanisms.softmax import SoftmaxAttention
 from subquad.mechanisms.strided import StridedAttention
 from subquad.mechanisms.window import WindowAttention
+
+if TYPE_CHECKING:
+    from subquad.calibration import calibrate
+    from subquad.diagnostics import diagnose
 
 __version__ = version("subquad")
 
@@ -46,3 +49,16 @@ __all__ = [
     "reorder_state",
     "state_bytes",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What few programs use is imported when it is first asked for."""
+    if name == "calibrate":
+        from subquad.calibration import calibrate
+
+        return calibrate
+    if name == "diagnose":
+        from subquad.diagnostics import diagnose
+
+        return diagnose
+    raise AttributeError(f"module 'subquad' has no attribute {name!r}")

@@ -368,8 +368,8 @@ CORE = (
     ),
     Mutant(
         "half precision rounds the features",
-        "mechanism.py",
-        'self._buffers["weight"] = before.to(after.device)',
+        "features/buffers.py",
+        "self._buffers[name] = before.to(after.device)",
         "pass",
         contract("favor and half_keeps"),
     ),

@@ -82,8 +82,8 @@ MODELS = (
     ),
     Mutant(
         "random features cast with the model",
-        "mechanism.py",
-        'self._buffers["weight"] = before.to(after.device)',
+        "features/buffers.py",
+        "self._buffers[name] = before.to(after.device)",
         "pass",
         tests("models", "stay_float32"),
     ),
