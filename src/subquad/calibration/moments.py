@@ -15,7 +15,7 @@ from subquad.features.proposals import Proposal, isotropic, shaped
 from subquad.mechanism import normalised, real_index, repeat_heads
 from subquad.mechanisms.favor import FavorAttention
 
-RIDGE = 0.03  # of the mean eigenvalue; an inverse square root must not follow noise
+RIDGE = 0.1  # of the mean eigenvalue; an inverse square root must not follow noise
 
 
 class Moments(NamedTuple):

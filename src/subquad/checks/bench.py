@@ -3,12 +3,13 @@
 import re
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from subquad.checks import needs
-from subquad.errors import DataError
+from subquad.checks import choice, needs
+from subquad.errors import ConfigError, DataError
 
 
 def exact_version(requirement: str) -> None:
@@ -53,3 +54,47 @@ def enough_text(author: str, found: int, wanted: int, *, more: bool) -> None:
 def gguf_installed() -> None:
     with needs("gguf", "smollm2"):
         import gguf  # noqa: F401
+
+
+# Of the command -------------------------------------------------------------------------------------------------------
+
+
+def names(option: str, given: str, known: Sequence[str]) -> tuple[str, ...]:
+    """A comma-separated list, each once."""
+    found = tuple(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
+    if not found:
+        raise ConfigError(f"{option}: is empty; known: {', '.join(known)}")
+    for name in found:
+        choice(option, "each name", name, known)
+    return found
+
+
+def numbers(option: str, given: str) -> tuple[int, ...]:
+    """Comma-separated, in order, each once."""
+    found = [part.strip() for part in given.split(",") if part.strip()]
+    if not found or not all(part.isdecimal() and int(part) for part in found):
+        raise ConfigError(f"{option}: must be whole numbers above 0 such as 64,128, got {given!r}")
+    return tuple(sorted({int(part) for part in found}))
+
+
+def layers(value: int) -> None:
+    if value < 0:
+        raise ConfigError(f"--layers: must be at least 0 (all), got {value}")
+
+
+def measurable(estimators: Sequence[str], plan: Any) -> None:
+    """Complains before hours of work, not after."""
+    odd = [size for size in plan.features if size % 2]
+    for estimator in ("hyperbolic", "softmax"):
+        if odd and estimator in estimators:
+            raise ConfigError(f"--features: {estimator} needs even numbers, got {odd[0]}")
+    if tuple(estimators) == ("trigonometric",) and True in plan.near:
+        raise ConfigError("--estimators: trigonometric features do not mix with near blocks; add --no-near")
+
+
+@contextmanager
+def folder(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"--output {path}: is no folder that can be written ({error.strerror or error})") from error
