@@ -77,12 +77,13 @@ def masked(steps: int) -> dict[str, Any]:
     options: dict[str, Any] = {"num_features": 64, "near": 0, "sinks": 0}
     results = {"exact": score(loaded.model, cases)}
     print("exact", results["exact"], flush=True)
-    for name, fit in (
+    fits: tuple[tuple[str, dict[str, Any] | None], ...] = (
         ("FAVOR+", None),
         ("calibrated", {"estimator": "calibrated"}),
         ("balanced", {"estimator": "calibrated", "transform": True}),
         ("learned", {"estimator": "softmax", "steps": steps}),
-    ):
+    )
+    for name, fit in fits:
         model, began = swap_attention(copy.deepcopy(loaded.model), "favor", **options), time.time()
         if fit is not None:
             subquad.calibrate(model, loaded.fit, **fit)

@@ -122,13 +122,12 @@ def plot_maps(maps: Mapping[str, Tensor], title: str, path: Path) -> None:
     figure = Figure(figsize=(3.3 * len(maps), 3.8), layout="constrained")
     grid = figure.subplots(1, len(maps), squeeze=False)[0]
     top = float(next(iter(maps.values())).flatten().quantile(0.995))
-    image = None
     for axes, (name, matrix) in zip(grid, maps.items(), strict=True):
-        image = axes.imshow(matrix.numpy(), vmin=0, vmax=top, cmap="magma", interpolation="nearest")
+        axes.imshow(matrix.numpy(), vmin=0, vmax=top, cmap="magma", interpolation="nearest")
         axes.set_title(name, fontsize="medium")
         axes.set_xlabel("key")
     grid[0].set_ylabel("query")
-    figure.colorbar(image, ax=grid, shrink=0.75, extend="max")
+    figure.colorbar(grid[0].images[0], ax=grid, shrink=0.75, extend="max")
     figure.suptitle(title)
     with checks.writable(path):
         figure.savefig(path, dpi=130)
