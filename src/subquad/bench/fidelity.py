@@ -13,22 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.bench.inputs import SINKS, Input, LayerInput
+from subquad.calibration.choice import Fit, best_fit
 from subquad.calibration.errors import ErrorSum
 from subquad.calibration.fitting import Settings, fitted_attention
 from subquad.calibration.heads import Heads
-from subquad.calibration.moments import (
-    Moments,
-    balancing,
-    far_pairs,
-    fitted_proposal,
-    pair_moments,
-    seen_pairs,
-    transformed,
-)
+from subquad.calibration.moments import Moments, far_pairs, fitted_proposal, pair_moments, seen_pairs
 from subquad.features.drawn import DRAWN, FITTED, DrawnFeatures
 from subquad.features.draws import derived_seed
 from subquad.features.learned import LEARNED
-from subquad.features.proposals import Proposal
 from subquad.mechanism import repeat_heads
 from subquad.mechanisms.favor import FavorAttention
 
@@ -119,13 +111,6 @@ def _standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
-class Fit(NamedTuple):
-    """What a drawn estimator was fitted to: where rows are drawn from, and the transforms of queries and keys."""
-
-    proposal: Proposal
-    turns: tuple[Tensor, Tensor] | None = None
-
-
 class Asked:
     """One layer with its exact outputs, and what was fitted to it so far."""
 
@@ -133,7 +118,7 @@ class Asked:
         self.layer, self.near, self.sinks, self.seed = layer, near, sinks, seed
         self.exact = [heads.exact() for heads in layer.test]
         self.moments: dict[bool, Moments] = {}
-        self.fits: dict[str, Fit] = {}
+        self.fits: dict[tuple[str, int], Fit] = {}
 
     @property
     def key_heads(self) -> int:
@@ -160,31 +145,27 @@ class Asked:
                 mechanism = fitted_attention(mechanism, self.layer.fit, settings, num_features, seed)
             elif mechanism.estimator in FITTED:
                 assert isinstance(mechanism.features, DrawnFeatures)
-                mechanism.features.fit(self.proposal(estimator, mechanism.features), seed)
+                self.fit(estimator, num_features).apply(mechanism.features, seed)
             else:
                 mechanism.redraw(seed)
             yield mechanism.requires_grad_(False)
 
-    def proposal(self, estimator: str, features: DrawnFeatures) -> Proposal:
-        """Does not depend on coupling and number of features, so it is fitted once; sets the transform."""
-        if estimator not in self.fits:
-            self.fits[estimator] = self._fit(estimator)
-        fit = self.fits[estimator]
-        if fit.turns and features.query_transform is not None and features.key_transform is not None:
-            features.query_transform.copy_(fit.turns[0])
-            features.key_transform.copy_(fit.turns[1])
-        return fit.proposal
-
-    def _fit(self, estimator: str) -> Fit:
-        mechanism, alike = self.favor("positive", "iid", 1), estimator in ("optimal", "sharp")
+    def fit(self, estimator: str, num_features: int) -> Fit:
+        """Does not depend on the coupling, "optimal" and "sharp" not on the number of features either."""
+        alike = estimator in ("optimal", "sharp")
+        key = estimator, 0 if alike else num_features
         if alike not in self.moments:
-            found = pair_moments(mechanism, self.layer.fit, rows=ROWS, seed=self.seed, alike=alike)
+            plain = self.favor("positive", "orthogonal", 1)
+            found = pair_moments(plain, self.layer.fit, rows=ROWS, seed=self.seed, alike=alike)
             self.moments[alike] = found.in_heads(self.key_heads)
-        moments = self.moments[alike]
-        if estimator != BALANCED:
-            return Fit(fitted_proposal(estimator, moments))
-        turns = balancing(moments)
-        return Fit(fitted_proposal("calibrated", transformed(moments, *turns)), turns)
+        if key not in self.fits:
+            tried = self.favor(estimator, "orthogonal", num_features)
+            self.fits[key] = (
+                Fit(fitted_proposal(estimator, self.moments[alike]))
+                if alike
+                else best_fit(tried, self.layer.fit, self.moments[alike], seed=self.seed)
+            )
+        return self.fits[key]
 
     @torch.no_grad()
     def errors(self, attend: FavorAttention | Callable[[Heads], Tensor]) -> Tensor:

@@ -7,9 +7,10 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from subquad.calibration.choice import best_fit
 from subquad.calibration.errors import head_errors
 from subquad.calibration.heads import Batch, Heads, Layer, collect
-from subquad.calibration.moments import balancing, fitted_proposal, pair_moments, transformed
+from subquad.calibration.moments import fitted_proposal, pair_moments
 from subquad.calibration.report import CalibrationReport, LayerReport
 from subquad.calibration.training import start_features, train_features
 from subquad.checks import calibration as checks
@@ -161,12 +162,10 @@ def fitted_attention(
     alike = settings.estimator != "calibrated"
     moments = pair_moments(mechanism, batches, rows=settings.rows, seed=seed, alike=alike)
     moments = moments.in_heads(len(features.weight))
-    if features.query_transform is not None and features.key_transform is not None:
-        turns = balancing(moments)
-        moments = transformed(moments, *turns)
-        features.query_transform.copy_(turns[0])
-        features.key_transform.copy_(turns[1])
-    features.fit(fitted_proposal(settings.estimator, moments), seed)
+    if settings.estimator == "calibrated":
+        best_fit(fitted, batches, moments, seed=seed).apply(features, seed)
+    else:
+        features.fit(fitted_proposal(settings.estimator, moments), seed)
     return fitted
 
 
