@@ -110,10 +110,10 @@ def test_window_is_attention_that_sees_no_more(make: Any) -> None:
 
 def test_records_are_the_errors_of_the_mechanisms() -> None:
     given, counted = tiny(), []
-    plan = Plan(("positive", "calibrated", "trigonometric"), ("orthogonal", "iid"), (8, 16), draws=3)
+    plan = Plan(("positive", "calibrated", "trigonometric"), ("iid", "orthogonal"), (8, 16), draws=3)
     records = measure(given, plan, counted.append)
-    assert sum(counted) == plan.work(given) == 2 * 3 * (3 * 2 * 2 + 2 * 2 * 2)
-    assert len(records) == 12 + 1 + 8 + 2
+    assert sum(counted) == plan.work(given) == 2 * 3 * (3 * 2 * 2 + 2 * 1 * 2)
+    assert len(records) == 12 + 1 + 4 + 2
     assert {r.estimator for r in records if r.near} == {"uniform", "window", "positive", "calibrated"}
     found = next(r for r in records if (r.near, r.estimator, r.coupling, r.num_features) == (4, "positive", "iid", 16))
     errors = []
@@ -153,7 +153,8 @@ def test_learned_maps_are_trained_once_and_up_to_a_size() -> None:
     plan = Plan(("positive", "softmax", "exponential"), ("iid", "orthogonal"), (64, 128, 256), draws=5)
     cells = list(plan.cells(near=True))
     assert [cell for cell in cells if cell[0] == "softmax"] == [("softmax", "iid", 64, 1), ("softmax", "iid", 128, 1)]
-    assert len(cells) == 2 * 3 + 2 + 2
+    assert len(cells) == 3 + 2 + 2
+    assert len(list(plan.cells(near=False))) == 2 * 3 + 2 + 2
     assert list(plan._replace(features=(256,)).cells(near=False))[-1] == ("exponential", "iid", 256, 1)
 
 

@@ -43,12 +43,15 @@ class Plan(NamedTuple):
     seed: int = 0
 
     def cells(self, near: bool) -> Iterator[tuple[str, str, int, int]]:
-        """Estimator, coupling, number of features and draws. A learned map is trained once, from the first coupling."""
+        """Estimator, coupling, number of features and draws.
+
+        A learned map is trained once, from the first coupling, and near blocks are tried with the first alone.
+        """
         for estimator in self.estimators:
             if estimator == "trigonometric" and near:
                 continue  # signed features do not mix with exact weights
             learned = estimator in LEARNED
-            for coupling in self.couplings[:1] if learned else self.couplings:
+            for coupling in self.couplings[:1] if learned or near else self.couplings:
                 for num_features in self.features:
                     if not learned or num_features <= max(LEARNED_MOST, min(self.features)):
                         yield estimator, coupling, num_features, 1 if learned else self.draws

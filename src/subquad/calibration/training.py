@@ -139,7 +139,7 @@ def _far_mass(mechanism: FavorAttention, heads: Heads, rows: Tensor) -> tuple[Te
     seen = seen_pairs(heads, rows)
     far = seen & far_pairs(mechanism, heads, rows)
     logits = x @ y.mT
-    estimate = _softmax_estimate(x, y, mechanism.feature_map).log()
+    estimate = _log_softmax_estimate(x, y, mechanism.feature_map)
     if heads.gaussian:
         logits, estimate = (t - (y.square().sum(-1) / 2)[:, :, None] for t in (logits, estimate))
     exact = logits.masked_fill(~far, -torch.inf).logsumexp(-1)
@@ -150,10 +150,18 @@ def _far_mass(mechanism: FavorAttention, heads: Heads, rows: Tensor) -> tuple[Te
     return x, torch.where(exists, exact - estimate, 0.0), weight
 
 
-def _softmax_estimate(x: Tensor, y: Tensor, map: FeatureMap) -> Tensor:
-    """`[B, H, R, S]` without the offset. Features are shares, so their products need no logarithms."""
+def _log_softmax_estimate(x: Tensor, y: Tensor, map: FeatureMap) -> Tensor:
+    """`[B, H, R, S]`. Features are shares, so their products need no logarithms, and memory no feature dimension."""
     shares = []
     for tokens, weight in ((x, map.query), (y, map.key)):
-        logs = tokens @ weight.to(x).repeat_interleave(x.shape[1] // weight.shape[0], 0).mT
+        logs = tokens @ _for_heads(weight, x).mT
         shares.append(logs.unflatten(-1, (map.groups, -1)).softmax(-1).flatten(-2))
-    return (shares[0] @ shares[1].mT).clamp(min=torch.finfo(x.dtype).tiny)
+    estimate = (shares[0] @ shares[1].mT).clamp(min=torch.finfo(x.dtype).tiny).log()
+    if map.offset_weight is None or map.offset_bias is None:
+        return estimate
+    return estimate + x @ _for_heads(map.offset_weight, x)[..., None] + _for_heads(map.offset_bias, x)[:, None, None]
+
+
+def _for_heads(tensor: Tensor, x: Tensor) -> Tensor:
+    """`[map heads, ...]` for each of the heads of x."""
+    return tensor.to(x).repeat_interleave(x.shape[1] // tensor.shape[0], 0)

@@ -82,13 +82,13 @@ def layers(value: int) -> None:
         raise ConfigError(f"--layers: must be at least 0 (all), got {value}")
 
 
-def measurable(estimators: Sequence[str], plan: Any) -> None:
+def measurable(plan: Any) -> None:
     """Complains before hours of work, not after."""
     odd = [size for size in plan.features if size % 2]
     for estimator in ("hyperbolic", "softmax"):
-        if odd and estimator in estimators:
+        if odd and estimator in plan.estimators:
             raise ConfigError(f"--features: {estimator} needs even numbers, got {odd[0]}")
-    if tuple(estimators) == ("trigonometric",) and True in plan.near:
+    if plan.estimators == ("trigonometric",) and True in plan.near:
         raise ConfigError("--estimators: trigonometric features do not mix with near blocks; add --no-near")
 
 
