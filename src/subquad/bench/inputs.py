@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.bench.real_heads import SOURCES, load_model
+from subquad.bench.real_heads import SOURCES, Sizes, load_model
 from subquad.calibration.heads import Batch, Heads, collect
 
 SYNTHETIC = ("small", "normal", "heavy")
@@ -34,11 +34,11 @@ class Input(NamedTuple):
     near: int  # tokens of an exact block, where there are any
 
 
-def load_input(name: str, *, layers: int = 0, quick: bool = False, seed: int = 0) -> Input:
+def load_input(name: str, *, layers: int = 0, quick: bool = False, sizes: Sizes | None = None, seed: int = 0) -> Input:
     """One of `INPUTS`. layers: of a real model, evenly spread; 0 for all. quick: fewer and shorter sequences."""
     if name in SYNTHETIC:
         return synthetic(name, length=128 if quick else 512, heads=4 if quick else 8, seed=seed)
-    real = load_model(name, quick=quick)
+    real = load_model(name, quick=quick, sizes=sizes)
     return model_input(real.name, real.title, real.model, real.fit, real.test, near=real.near, layers=layers)
 
 
