@@ -28,13 +28,13 @@ from subquad.conversion import swap_attention
 RESULTS = Path(__file__).parent / "results"
 DRAWN = ("positive", "calibrated", "balanced")
 FAVOR, LEARNED = 256, 128
-SIZES = {"minilm": Sizes(24, 8, 512)}
+SIZES = {"antiberty": Sizes(96, 32, 160), "minilm": Sizes(24, 8, 512), "smollm2": Sizes(12, 2, 1024)}
 
 
 def heads(name: str, draws: int, steps: int) -> dict[str, Any]:
     """Errors on all heads of a model."""
     began = time.time()
-    given = load_input(name, sizes=SIZES.get(name))
+    given = load_input(name, sizes=SIZES[name])
     print(f"{given.title} ({time.time() - began:.0f} s)", flush=True)
     records = measure(given, Plan(DRAWN, ("orthogonal",), (FAVOR,), draws))
     show(records)

@@ -158,7 +158,7 @@ def _text_model(name: str, title: str, model: Any, tokenizer: Any, sizes: Sizes,
 
 
 SOURCES = {
-    "antiberty": Source(antiberty, Sizes(96, 32, 160), Sizes(32, 8, 160)),
-    "minilm": Source(minilm, Sizes(24, 4, 512), Sizes(8, 2, 256)),
-    "smollm2": Source(smollm2, Sizes(12, 2, 1024), Sizes(4, 1, 384)),
+    "antiberty": Source(antiberty, Sizes(64, 16, 160), Sizes(32, 8, 160)),
+    "minilm": Source(minilm, Sizes(16, 2, 512), Sizes(8, 2, 256)),
+    "smollm2": Source(smollm2, Sizes(8, 1, 1024), Sizes(4, 1, 384)),
 }
