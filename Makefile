@@ -45,8 +45,10 @@ test-full: test mutants ## everything: gradcheck, torch.compile, fuzzing, thirty
 mutants: $(READY) ## hand-made bugs, each of which must turn a test red
 	$(BIN)/python tests/mutants/run.py
 
-bench: $(READY)  ## speed and memory against exact attention
+bench: $(READY)  ## speed and memory against exact attention; features on pretrained models, which are downloaded once
 	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/real_heads.py
+	$(BIN)/subquad bench fidelity --output benchmarks/results
 
 docs: $(READY)   ## check that every example in the documentation runs
 	$(BIN)/python -m pytest -q tests/test_docs.py

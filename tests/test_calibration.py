@@ -276,3 +276,9 @@ def test_wrong_batches_and_models() -> None:
         "calibrate: with near=64 and sinks=2 a sequence of 96 tokens is all exact, there is nothing to estimate; "
         "give longer sequences"
     )
+    with pytest.raises(subquad.errors.ConfigError) as raised:
+        subquad.calibrate(layer(47), batches(2), rows=1, estimator="sharp", seed=1)
+    assert str(raised.value) == (
+        "calibrate: rows=1 queries were sampled of each batch, and none of them has a key far away; "
+        "sample more, or give longer sequences"
+    )

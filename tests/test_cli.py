@@ -75,10 +75,11 @@ COMMANDS = [
     ["spectrum"],
     ["diagnose"],
     ["calibrate"],
+    ["bench"],
 ]
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, ["demo"], ["doctor"]], ids=" ".join)
+@pytest.mark.parametrize("command", [*COMMANDS, ["demo"], ["doctor"], ["bench", "fidelity"]], ids=" ".join)
 def test_help_shows_an_example_that_parses(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--help"]) == 0
     shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
@@ -92,7 +93,11 @@ def test_help_shows_an_example_that_parses(command: list[str], capsys: pytest.Ca
 
 def test_every_command_is_documented() -> None:
     readme = (Path(__file__).parent.parent / "README.md").read_text()
-    for command in [*(getattr(c.callback, "__name__", "") for c in app.registered_commands), "train protein"]:
+    for command in [
+        *(getattr(c.callback, "__name__", "") for c in app.registered_commands),
+        "train protein",
+        "bench fidelity",
+    ]:
         assert f"subquad {command}" in readme
 
 

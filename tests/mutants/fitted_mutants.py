@@ -61,8 +61,8 @@ FITTED = (
     Mutant(
         "calibrated proposals around the origin",
         MOMENTS,
-        "return shaped(mean, spread)",
-        "return shaped(0 * mean, spread)",
+        "return shaped(mean, width * spread)",
+        "return shaped(0 * mean, width * spread)",
         proposals("come_from_the_moments"),
     ),
     Mutant(

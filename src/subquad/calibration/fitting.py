@@ -7,9 +7,10 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from subquad.calibration.choice import best_fit
 from subquad.calibration.errors import head_errors
 from subquad.calibration.heads import Batch, Heads, Layer, collect
-from subquad.calibration.moments import Moments, balancing, fitted_proposal, pair_moments, transformed
+from subquad.calibration.moments import Moments, fitted_proposal, pair_moments
 from subquad.calibration.progress import Tell, counting, telling
 from subquad.calibration.report import CalibrationReport, LayerReport
 from subquad.calibration.training import start_features, train_features
@@ -160,12 +161,10 @@ def fitted_attention(
         return fitted
     features = cast(DrawnFeatures, fitted.features)
     moments = _moments(fitted, batches, settings, len(features.weight), seed)
-    if features.query_transform is not None and features.key_transform is not None:
-        turns = balancing(moments)
-        moments = transformed(moments, *turns)
-        features.query_transform.copy_(turns[0])
-        features.key_transform.copy_(turns[1])
-    features.fit(fitted_proposal(settings.estimator, moments), seed)
+    if settings.estimator == "calibrated":
+        best_fit(fitted, batches, moments, seed=seed).apply(features, seed)
+    else:
+        features.fit(fitted_proposal(settings.estimator, moments), seed)
     return fitted
 
 
@@ -175,9 +174,12 @@ def _moments(
     """Of all far pairs alike, or weighted by attention; a head that never looks far away has no weights to go by."""
     alike = settings.estimator != "calibrated"
     moments = pair_moments(mechanism, batches, rows=settings.rows, seed=seed, alike=alike).in_heads(map_heads)
-    if alike or bool((moments.weight > 0).all()):
+    if alike:
+        checks.some_far_rows(moments.weight, settings.rows)
+    if bool((moments.weight > 0).all()):
         return moments
     plain = pair_moments(mechanism, batches, rows=settings.rows, seed=seed, alike=True).in_heads(map_heads)
+    checks.some_far_rows(plain.weight, settings.rows)
     looks = moments.weight > 0
     return Moments(
         *(torch.where(looks.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(moments, plain, strict=True))

@@ -15,7 +15,7 @@ from subquad.features.proposals import Proposal, isotropic, shaped
 from subquad.mechanism import normalised, real_index, repeat_heads
 from subquad.mechanisms.favor import FavorAttention
 
-RIDGE = 0.03  # of the mean eigenvalue; an inverse square root must not follow noise
+RIDGE = 0.1  # of the mean eigenvalue; an inverse square root must not follow noise
 
 
 class Moments(NamedTuple):
@@ -86,13 +86,16 @@ def _sums(weights: Tensor, x: Tensor, y: Tensor) -> Moments:
     return Moments(*(t.double().sum(0) for t in sums))
 
 
-def fitted_proposal(estimator: str, moments: Moments) -> Proposal:
-    """The proposal of "optimal", "sharp" or "calibrated" for moments of as many heads as the map has."""
+def fitted_proposal(estimator: str, moments: Moments, *, width: float = 1.0) -> Proposal:
+    """The proposal of "optimal", "sharp" or "calibrated" for moments of as many heads as the map has.
+
+    width: of the spread of the pairs, to be less than 1 where a narrower "calibrated" one does better.
+    """
     central = moments.means()
     mean = central.x + central.y
     spread = central.xx + central.yy + central.xy + central.xy.mT
     if estimator == "calibrated":
-        return shaped(mean, spread)
+        return shaped(mean, width * spread)
     about_zero = spread + mean[:, :, None] * mean[:, None]
     if estimator == "sharp":
         return shaped(torch.zeros_like(mean), about_zero)

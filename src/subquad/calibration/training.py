@@ -9,11 +9,11 @@ from torch import Tensor
 from subquad.calibration.heads import Heads
 from subquad.calibration.moments import far_pairs, fitted_proposal, pair_moments, sample_rows, seen_pairs
 from subquad.features.learned import ExponentialFeatures, SoftmaxFeatures
-from subquad.features.positive import draw_rows
+from subquad.features.positive import FeatureMap, draw_rows
 from subquad.mechanism import repeat_heads
-from subquad.mechanisms.favor import FavorAttention, log_estimate
+from subquad.mechanisms.favor import FavorAttention
 
-TOKENS_PER_STEP = 2048  # queries of one step, all of whose keys take part
+TOKENS_PER_STEP = 1024  # queries of one step, all of whose keys take part
 LEARNING_RATE = 0.05  # of maps whose W x has the deviation 2
 RIDGE = 1e-2
 
@@ -139,14 +139,29 @@ def _far_mass(mechanism: FavorAttention, heads: Heads, rows: Tensor) -> tuple[Te
     seen = seen_pairs(heads, rows)
     far = seen & far_pairs(mechanism, heads, rows)
     logits = x @ y.mT
+    estimate = _log_softmax_estimate(x, y, mechanism.feature_map)
     if heads.gaussian:
-        logits = logits - (y.square().sum(-1) / 2)[:, :, None]
+        logits, estimate = (t - (y.square().sum(-1) / 2)[:, :, None] for t in (logits, estimate))
     exact = logits.masked_fill(~far, -torch.inf).logsumexp(-1)
     share = (exact - logits.masked_fill(~seen, -torch.inf).logsumexp(-1)).exp()
-    estimate = log_estimate(x, y, mechanism.feature_map)
-    if heads.gaussian:
-        estimate = estimate - (y.square().sum(-1) / 2)[:, :, None]
     estimate = estimate.masked_fill(~far, -torch.inf).logsumexp(-1)
     exists = far.any(-1).expand_as(exact)
     weight = torch.where(exists, share * (1 - share) + 1e-3, 0.0)
     return x, torch.where(exists, exact - estimate, 0.0), weight
+
+
+def _log_softmax_estimate(x: Tensor, y: Tensor, map: FeatureMap) -> Tensor:
+    """`[B, H, R, S]`. Features are shares, so their products need no logarithms, and memory no feature dimension."""
+    shares = []
+    for tokens, weight in ((x, map.query), (y, map.key)):
+        logs = tokens @ _for_heads(weight, x).mT
+        shares.append(logs.unflatten(-1, (map.groups, -1)).softmax(-1).flatten(-2))
+    estimate = (shares[0] @ shares[1].mT).clamp(min=torch.finfo(x.dtype).tiny).log()
+    if map.offset_weight is None or map.offset_bias is None:
+        return estimate
+    return estimate + x @ _for_heads(map.offset_weight, x)[..., None] + _for_heads(map.offset_bias, x)[:, None, None]
+
+
+def _for_heads(tensor: Tensor, x: Tensor) -> Tensor:
+    """`[map heads, ...]` for each of the heads of x."""
+    return tensor.to(x).repeat_interleave(x.shape[1] // tensor.shape[0], 0)

@@ -79,6 +79,15 @@ def far_pairs(mechanism: Any, heads: Sequence[Any]) -> None:
         )
 
 
+def some_far_rows(weight: Tensor, rows: int) -> None:
+    """weight `[heads]`: of the far pairs of sampled rows, all pairs alike."""
+    if not bool((weight > 0).all()):
+        raise ConfigError(
+            f"calibrate: rows={rows} queries were sampled of each batch, and none of them has a key far away; "
+            "sample more, or give longer sequences"
+        )
+
+
 def all_exact(near: int, sinks: int, causal: bool) -> int:
     """Tokens of the longest sequence in which no pair is left to the features."""
     if not near:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
+from subquad.cli.bench import bench_app
 from subquad.cli.calibrate import calibrate
 from subquad.cli.demo import demo
 from subquad.cli.diagnose import diagnose
@@ -29,6 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(train_app, name="train")
+app.add_typer(bench_app, name="bench")
 for command, example in (
     (generate, "subquad generate runs/mine --prompt MKT --length 5000 --output new.fasta"),
     (score, "subquad score runs/mine candidates.fasta --output scores.csv"),

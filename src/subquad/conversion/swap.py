@@ -1,0 +1,92 @@
+"""Puts a mechanism into every attention of a Hugging Face model, by the attention interface of transformers."""
+
+import inspect
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from subquad.checks import calibration as heard
+from subquad.checks import conversion as checks
+from subquad.mechanisms import mechanism_class
+from subquad.nn.self_attention import layer_mechanism
+
+IMPLEMENTATION = "subquad"  # our name among the attention functions of transformers
+CHILD = "subquad_attention"  # our name in an attention module
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def swap_attention(model: Model, attention: str = "favor", **options: Any) -> Model:
+    """Replaces the attention of every layer, in place; all weights of the model stay as they are.
+
+    Each attention module gets a child `subquad_attention`, the mechanism, with features of their own in each key head;
+    it is in the state dict, and `subquad.calibrate` fits it. Swapping again replaces it. Whole sequences only: a cache
+    of keys and values raises, so generate with `use_cache=False`.
+
+    Args:
+        model: any model of transformers whose attention goes through its attention interface (BERT, GPT-2, Llama, ...).
+        attention: name of the mechanism; `options` are its own.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+        >>> model = swap_attention(BertModel(BertConfig(**sizes)), "favor", num_features=32, near=0)
+        >>> model.encoder.layer[0].attention.self.subquad_attention.num_features
+        32
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    made = mechanism_class(attention)
+    found = attention_modules(model)
+    checks.something_to_swap(model, len(found))
+    first = next(model.parameters())
+    mechanisms = []
+    for layer, (name, module) in enumerate(found):
+        checks.self_attention_module(name, module)
+        head_dim, key_heads = head_sizes(module)
+        scale = {} if made.name == "linear" else scaling(module, head_dim)
+        own = {option: x for option, x in scale.items() if option in inspect.signature(made).parameters} | options
+        mechanisms.append(layer_mechanism(attention, own, head_dim=head_dim, key_heads=key_heads, layer=layer))
+    for (_, module), mechanism in zip(found, mechanisms, strict=True):
+        setattr(module, CHILD, mechanism.to(first.device).train(module.training))
+    AttentionInterface.register(IMPLEMENTATION, _attend)
+    AttentionMaskInterface.register(IMPLEMENTATION, _padding)
+    model.set_attn_implementation(IMPLEMENTATION)  # pyright: ignore[reportCallIssue]
+    return model
+
+
+def attention_modules(model: nn.Module) -> list[tuple[str, Any]]:
+    """Those that call the attention interface: they know whether they are causal, and their config."""
+    named = model.named_modules()
+    return [(name, module) for name, module in named if hasattr(module, "is_causal") and hasattr(module, "config")]
+
+
+def head_sizes(module: Any) -> tuple[int, int]:
+    """The head dim and the number of key heads of an attention module."""
+    head_dim = getattr(module, "head_dim", None) or module.attention_head_size
+    config = module.config
+    return head_dim, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def scaling(module: Any, head_dim: int) -> dict[str, float]:
+    """The scale of the logits, if it is not the usual one."""
+    scale = getattr(module, "scaling", None) or head_dim**-0.5
+    return {} if scale == head_dim**-0.5 else {"scale": scale}
+
+
+def _attend(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0, **options: Any
+) -> tuple[Tensor, None]:
+    """q `[B, H, T, D]`, k, v `[B, K, T, D]`, mask `[B, T]`; the output `[B, T, H, D]`, and no weights."""
+    name = type(module).__name__
+    heard.whole_attention(name, q, k, options.get("sliding_window"))
+    checks.no_dropout(name, dropout)
+    checks.padding_mask(name, mask)
+    mechanism = getattr(module, CHILD)
+    out = mechanism(q, k, v, causal=bool(module.is_causal), key_mask=None if mask is None else mask.bool())
+    return out.transpose(1, 2), None
+
+
+def _padding(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor | None:
+    """Which tokens are real, as the user gave it; transformers would drop it for a function that it does not know."""
+    return attention_mask

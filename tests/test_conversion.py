@@ -1,0 +1,173 @@
+"""Hugging Face models with our attention in them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+import subquad
+from subquad import errors
+from subquad.conversion import swap_attention
+from tiny_models import random_ids
+
+SIZES: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 23}
+
+
+def bert(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return BertForMaskedLM(BertConfig(**SIZES, intermediate_size=16, initializer_range=0.5, **options)).double().eval()
+
+
+def llama(**options: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {**SIZES, "intermediate_size": 16, "num_key_value_heads": 2, "initializer_range": 0.5}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **options)).double().eval()
+
+
+def gpt2(**options: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_head": 4, "n_layer": 2, "vocab_size": 23, "n_positions": 64, "initializer_range": 0.5}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **options)).double().eval()
+
+
+FAMILIES = {"bert": bert, "llama": llama, "gpt2": gpt2}
+
+
+def padded(left: bool) -> dict[str, Tensor]:
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = 0
+    return {"input_ids": random_ids(2, 9), "attention_mask": mask if left else mask.flip(1)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("make", FAMILIES.values(), ids=FAMILIES)
+def test_softmax_in_the_place_of_softmax_changes_nothing(make: Any, left: bool) -> None:
+    batch = padded(left)
+    exact = make()(**batch).logits
+    swapped = swap_attention(make(), "softmax")(**batch).logits
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(swapped[real], exact[real])
+    assert not torch.allclose(swap_attention(make(), "identity")(**batch).logits[real], exact[real])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", FAMILIES.values(), ids=FAMILIES)
+def test_favor_that_sees_all_exactly_changes_nothing(make: Any) -> None:
+    """Scale, causality, key heads and padding reach the mechanism."""
+    batch = padded(left=True)
+    real = batch["attention_mask"].bool()
+    swapped = swap_attention(make(), "favor", num_features=8, near=8)(**batch).logits
+    torch.testing.assert_close(swapped[real], make()(**batch).logits[real])
+
+
+@torch.no_grad()
+def test_scales_of_its_own() -> None:
+    options = {"scale_attn_by_inverse_layer_idx": True}
+    ids = random_ids(2, 9)
+    torch.testing.assert_close(swap_attention(gpt2(**options), "softmax")(ids).logits, gpt2(**options)(ids).logits)
+    swapped = swap_attention(gpt2(**options), "favor", near=8)
+    scales = [block.attn.subquad_attention.options.scale for block in swapped.transformer.h]
+    assert scales == [0.5, 0.25]
+    assert [b.attn.subquad_attention.head_dim for b in swap_attention(swapped, "linear").transformer.h] == [4, 4]
+
+
+def test_features_are_the_layers_own_and_are_saved() -> None:
+    first, second = (swap_attention(llama(), "favor", num_features=8, near=4, seed=seed) for seed in (1, 2))
+    features = [layer.self_attn.subquad_attention.features.weight for layer in first.model.layers]
+    assert features[0].shape == (2, 8, 4)
+    assert not torch.equal(features[0], features[1])
+    second.load_state_dict(first.state_dict())
+    ids = random_ids(1, 20)
+    assert torch.equal(first(ids, use_cache=False).logits, second(ids, use_cache=False).logits)
+
+
+def test_a_swapped_model_is_calibrated() -> None:
+    model = swap_attention(bert(attention_probs_dropout_prob=0.0).float(), "favor", num_features=16, near=0, sinks=0)
+    batches = [{"input_ids": random_ids(2, 30 + i)} for i in range(3)]
+    before = model(**batches[0]).logits
+    report = subquad.calibrate(model, batches, estimator="softmax", steps=20)
+    assert [layer.name for layer in report.layers] == [
+        f"bert.encoder.layer.{i}.attention.self.subquad_attention" for i in range(2)
+    ]
+    assert report.mean_after < report.mean_before
+    assert not torch.equal(model(**batches[0]).logits, before)
+    model.train()(**batches[0]).logits.sum().backward()  # and goes on learning with the model
+    assert model.bert.encoder.layer[0].attention.self.subquad_attention.features.query.grad is not None
+
+
+@torch.no_grad()
+def test_generating_without_a_cache() -> None:
+    ids = random_ids(1, 5)
+    options = {"max_new_tokens": 4, "do_sample": False, "use_cache": False, "pad_token_id": 0}
+    swapped = swap_attention(llama(), "favor", near=16)
+    assert torch.equal(swapped.generate(ids, **options), llama().generate(ids, **options))
+
+
+def crossed() -> Any:
+    return bert(is_decoder=True, add_cross_attention=True)
+
+
+MISTAKES = {
+    "no model": (
+        lambda: swap_attention(nn.Linear(2, 2), "favor"),
+        errors.ConfigError,
+        "swap_attention: Linear is no Hugging Face model whose attention can be replaced",
+    ),
+    "no attention": (
+        lambda: swap_attention(bert(), "favr"),
+        errors.ConfigError,
+        "unknown attention 'favr' (did you mean 'favor'?); known: " + ", ".join(m.name for m in subquad.MECHANISMS),
+    ),
+    "cross-attention": (
+        lambda: swap_attention(crossed(), "favor"),
+        errors.ConfigError,
+        "swap_attention: bert.encoder.layer.0.crossattention.self is cross-attention; only self-attention can be "
+        "replaced",
+    ),
+    "cache": (
+        lambda: swap_attention(llama(), "favor").generate(random_ids(1, 5), max_new_tokens=3, pad_token_id=0),
+        errors.ConfigError,
+        "LlamaAttention: got 1 queries and 6 keys; give whole sequences, without a cache",
+    ),
+    "dropout": (
+        lambda: swap_attention(bert(), "favor").train()(random_ids(1, 5)),
+        errors.ConfigError,
+        "BertSelfAttention: drops attention weights with probability 0.1 in training, but without a matrix of weights "
+        "there is nothing to drop; set its attention dropout to 0",
+    ),
+    "mask": (
+        lambda: swap_attention(llama(), "favor")(random_ids(1, 5), attention_mask=torch.zeros(1, 1, 5, 5).double()),
+        errors.MaskError,
+        "LlamaAttention: attention_mask must be [batch, length], 1 for real tokens, got [1, 1, 5, 5]",
+    ),
+    "causal": (
+        lambda: swap_attention(llama(), "linformer", max_length=16, rank=4)(random_ids(1, 5)),
+        errors.ConfigError,
+        "linformer: cannot be causal, its projections mix the keys of all positions; use causal=False",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes(call: Any, kind: type, message: str) -> None:
+    with pytest.raises(errors.SubquadError) as caught:
+        call()
+    assert (type(caught.value), str(caught.value)) == (kind, message)
+
+
+def test_nothing_changes_where_it_fails() -> None:
+    model = bert()
+    with pytest.raises(errors.ConfigError):
+        swap_attention(model, "favor", num_features=0)
+    assert model.config._attn_implementation == bert().config._attn_implementation
+    assert not any("subquad" in name for name, _ in model.named_modules())
