@@ -197,7 +197,7 @@ def test_command(tmp_path: Path, small_models: None, capsys: pytest.CaptureFixtu
     assert main(["bench", "fidelity", *chosen, "--output", str(tmp_path / "new")]) == 0
     shown = capsys.readouterr().out
     assert "tiny minilm: 4 heads of 1 layers" in shown
-    assert "near and sinks only" in shown
+    assert "near and sinks" in shown
     report = json.loads((tmp_path / "new" / "fidelity.json").read_text())
     assert set(report) == {"machine", "options", "inputs", "records"}
     assert report["machine"]["torch"] == torch.__version__
