@@ -176,11 +176,13 @@ def _show(records: "list[Record]", titles: dict[str, str], output: Path) -> None
 
 
 def _table(records: "list[Record]") -> "Table":
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     sizes = sorted({r.num_features for r in records if r.num_features})
-    table = Table("estimator", "coupling", *map(str, sizes), "heads", title_justify="left")
-    table.columns[0].no_wrap, table.columns[0].min_width = True, 14
+    table = Table(
+        "estimator", "coupling", *map(str, sizes), "heads", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
+    )
     rows: dict[tuple[str, str], dict[int, Record]] = {}
     for record in records:
         rows.setdefault((record.estimator, record.coupling), {})[record.num_features] = record
@@ -197,12 +199,12 @@ def _table(records: "list[Record]") -> "Table":
 
 
 def _cell(record: "Record | None") -> str:
-    """The mean, and its standard error over draws in thousandths."""
+    """The mean, and its standard error over draws in thousandths; hopeless means have no use for one."""
     if record is None:
         return ""
     draws = f" {_thousandths(record.se_draws)}" if record.draws > 1 else ""
-    return f"{record.mean:.3f}{draws}" if record.mean < 10 else f"{record.mean:.0f}"
+    return f"{record.mean:.3f}{draws}" if record.mean < 1 else f"{record.mean:.2f}" if record.mean < 10 else "> 10"
 
 
 def _thousandths(error: float) -> str:
-    return f"±{1000 * error:.0f}" if error < 10 else ""
+    return f"±{1000 * error:.0f}" if error < 1 else ""
