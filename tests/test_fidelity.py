@@ -281,7 +281,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_ratios_of_all_heads(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "load_input", lambda name, **_: tiny())
+    monkeypatch.setattr(script, "load_input", lambda *_, **__: tiny())
     monkeypatch.setattr(script, "FAVOR", 16)
     monkeypatch.setattr(script, "LEARNED", 8)
     report = script.heads("minilm", draws=2, steps=3)
