@@ -1,5 +1,6 @@
 """`subquad bench fidelity` and what it measures, in miniature; nothing is downloaded."""
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,7 @@ def test_command(tmp_path: Path, small_models: None, capsys: pytest.CaptureFixtu
     assert main(["bench", "fidelity", *chosen, "--output", str(tmp_path / "new")]) == 0
     shown = capsys.readouterr().out
     assert "tiny minilm: 4 heads of 1 layers" in shown
-    assert "near and sinks only" in shown
+    assert "near and sinks" in shown
     report = json.loads((tmp_path / "new" / "fidelity.json").read_text())
     assert set(report) == {"machine", "options", "inputs", "records"}
     assert report["machine"]["torch"] == torch.__version__
@@ -268,3 +269,41 @@ def test_calibrated_and_learned_features_on_a_real_model() -> None:
     for near in (False, True):
         assert found[near, "softmax"] < found[near, "balanced"] < found[near, "positive"]
     assert found[True, "softmax"] < found[True, "window"]
+
+
+# The script -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    return importlib.import_module("real_heads")
+
+
+def test_ratios_of_all_heads(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "load_input", lambda *_, **__: tiny())
+    monkeypatch.setattr(script, "FAVOR", 16)
+    monkeypatch.setattr(script, "LEARNED", 8)
+    report = script.heads("minilm", draws=2, steps=3)
+    by = {(r["near"], r["estimator"]): r for r in report["records"]}
+    assert (by[4, "softmax"]["num_features"], by[4, "positive"]["num_features"]) == (8, 16)
+    for name, above, below in (
+        ("calibrated / FAVOR+, alone", (0, "calibrated"), (0, "positive")),
+        ("balanced / FAVOR+, near blocks and sinks", (4, "balanced"), (4, "positive")),
+        ("learned / FAVOR+, near blocks and sinks", (4, "softmax"), (4, "positive")),
+        ("learned / near blocks and sinks only", (4, "softmax"), (4, "window")),
+    ):
+        assert report["ratios"][name] == pytest.approx(by[above]["mean"] / by[below]["mean"], abs=1e-4)
+
+
+def test_masks_of_the_whole_model(script: Any) -> None:
+    """Residues alone are hidden, and accuracies are compared residue by residue."""
+    ids = torch.tensor([[2, *range(5, 25), 3, 0, 0]]).repeat(50, 1)
+    batch, hidden, before = script.hide({"input_ids": ids}, 4, 0, 1)
+    assert torch.equal(before, ids)
+    assert not hidden[:, [0, 21, 22, 23]].any()
+    assert hidden[:, 1:21].double().mean() == pytest.approx(0.15, abs=0.03)
+    assert torch.equal(batch["input_ids"] == 4, hidden)
+    exact = {"right": torch.tensor([True, True, False, True])}
+    found = script.difference(exact, {"right": torch.tensor([True, False, False, True])})
+    assert found == pytest.approx({"points": -25.0, "points_se": 25.0})

@@ -100,18 +100,26 @@ def _curves(axes: Any, records: Sequence[Record], by_coupling: bool) -> None:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_xlabel("features")
     axes.set_ylabel("relative error")
-    _error_scale(axes, [r.mean for r in records])
+    top = _error_scale(axes, [r.mean for r in records])
+    outside = [
+        name for name in COLORS if (lowest := [r.mean for r in records if r.estimator == name]) and min(lowest) > top
+    ]
+    if outside:
+        note = f"above the picture: {', '.join(outside)}"
+        axes.text(0.5, 0.96, note, transform=axes.transAxes, ha="center", va="top", fontsize="small")
 
 
-def _error_scale(axes: Any, means: Sequence[float]) -> None:
+def _error_scale(axes: Any, means: Sequence[float]) -> float:
     """Logarithmic; features that fail by orders of magnitude leave through the top instead of flattening the rest."""
     axes.set_yscale("log")
-    low, high = min(means), max(means)
-    axes.set_ylim(low / 1.3, min(high * 1.3, 12.0) if low < 6 else high * 1.3)
-    ticks = [t for t in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10) if low / 1.3 <= t <= min(high * 1.3, 12)]
+    low = min(means) / 1.3
+    top = min(max(means) * 1.3, max(12.0, 2 * low))
+    axes.set_ylim(low, top)
+    ticks = [t for t in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10) if low <= t <= top]
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.25)
+    return top
 
 
 def plot_maps(maps: Mapping[str, Tensor], title: str, path: Path) -> None:

@@ -68,7 +68,7 @@ def fidelity(
 
     An error of 1 means that nothing of the output is left. Compare with two baselines that cost nothing: the average
     of all values, and near blocks and sinks alone. Fitted and learned features are fitted to other sequences than those
-    they are measured on. All inputs take a quarter of an hour on two cores, the synthetic ones half a minute.
+    they are measured on. All inputs take about half an hour on two cores, the synthetic ones two minutes.
     """
     from subquad.bench.inputs import INPUTS
 
@@ -168,32 +168,43 @@ def _show(records: "list[Record]", titles: dict[str, str], output: Path) -> None
             table.title = f"{title}\n" + (f"near={near}, sinks=4" if near else "near=0, sinks=0")
             console.print(table)
     console.print(
-        f"Mean relative error of the outputs ± standard error over draws | over heads. Numbers and pictures: {output}",
+        "Mean relative error of the outputs ± standard error over draws in thousandths; in the last column, that over "
+        "heads. average: of all visible values; near and sinks: exact attention to them alone. "
+        f"Numbers and pictures: {output}",
         highlight=False,
     )
 
 
 def _table(records: "list[Record]") -> "Table":
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     sizes = sorted({r.num_features for r in records if r.num_features})
-    table = Table("estimator", "coupling", *map(str, sizes), title_justify="left")
-    rows: dict[tuple[str, str], dict[int, Any]] = {}
+    table = Table(
+        "estimator", "coupling", *map(str, sizes), "heads", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
+    )
+    rows: dict[tuple[str, str], dict[int, Record]] = {}
     for record in records:
         rows.setdefault((record.estimator, record.coupling), {})[record.num_features] = record
+    last = ""
     for (estimator, coupling), found in rows.items():
         baseline = found.get(0)
         cells = [_cell(baseline), *[""] * (len(sizes) - 1)] if baseline else [_cell(found.get(n)) for n in sizes]
-        label = {"uniform": "average of values", "window": "near and sinks only"}.get(estimator, estimator)
-        table.add_row(label, coupling, *cells, style="dim" if baseline else None)
+        label = {"uniform": "average", "window": "near and sinks"}.get(estimator, estimator)
+        over_heads = _thousandths(found[max(found)].se_heads)
+        style = "dim" if baseline else None
+        table.add_row("" if label == last else label, coupling, *cells, over_heads, style=style)
+        last = label
     return table
 
 
-def _cell(record: Any) -> str:
-    """The mean; in brackets the standard errors over draws and heads, in units of its last digit."""
+def _cell(record: "Record | None") -> str:
+    """The mean, and its standard error over draws in thousandths; hopeless means have no use for one."""
     if record is None:
         return ""
-    if record.mean >= 10:
-        return f"{record.mean:.0f}"
-    draws = f"{1000 * record.se_draws:.0f}, " if record.draws > 1 else ""
-    return f"{record.mean:.3f} ({draws}{1000 * record.se_heads:.0f})"
+    draws = f" {_thousandths(record.se_draws)}" if record.draws > 1 else ""
+    return f"{record.mean:.3f}{draws}" if record.mean < 1 else f"{record.mean:.2f}" if record.mean < 10 else "> 10"
+
+
+def _thousandths(error: float) -> str:
+    return f"±{1000 * error:.0f}" if error < 1 else ""
