@@ -99,6 +99,16 @@ def test_a_transform_leaves_exact_attention_alone() -> None:
     assert_close(attention(q, k, v), exact, 1e-6, "all near; T and its inverse are float32")
 
 
+@pytest.mark.parametrize("kernel", ["softmax", "gaussian"])
+def test_calibration_balances_queries_and_keys_where_it_can(kernel: str) -> None:
+    attention = layer(kernel=kernel)
+    report = subquad.calibrate(attention, batches())
+    assert attention.transform == (kernel == "softmax")
+    assert report.mean_after < report.mean_before
+    subquad.calibrate(attention, batches(), transform=False)
+    assert not attention.transform
+
+
 def test_enough_features_are_found_by_measuring() -> None:
     easy = [{"q": 0.2 * b["q"], "k": 0.2 * b["k"], "v": b["v"]} for b in batches()]
     attention = layer()

@@ -342,6 +342,10 @@ OPTIONS = {
         lambda: FavorAttention(8, transform=True),
         "favor: transform=True needs estimator='calibrated', got 'positive'",
     ),
+    "transform and norms": (
+        lambda: FavorAttention(8, estimator="calibrated", transform=True, kernel="gaussian"),
+        "favor: transform=True leaves q.k as it is, but not the norms that kernel='gaussian' needs",
+    ),
     "redraw of learned features": (
         lambda: FavorAttention(8, estimator="softmax").redraw(1),
         "favor: estimator='softmax' is learned, there is nothing to redraw; use subquad.calibrate",

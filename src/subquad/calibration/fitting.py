@@ -33,7 +33,7 @@ class Settings(NamedTuple):
     target: float
     cap: int
     rows: int
-    transform: bool
+    transform: bool | None
     seed: int
 
 
@@ -47,7 +47,7 @@ def calibrate(
     target: float = 0.3,
     cap: int = 1024,
     rows: int = 256,
-    transform: bool = False,
+    transform: bool | None = None,
     seed: int = 0,
     progress: bool | Tell = True,
 ) -> CalibrationReport:
@@ -66,7 +66,8 @@ def calibrate(
         steps: of training learned features, per layer.
         target, cap: for num_features="auto" only.
         rows: queries per batch whose exact attention weighs the statistics.
-        transform: calibrated only: also balance queries and keys.
+        transform: calibrated only: also balance queries and keys, which leaves q.k as it is, costs a small product per
+            token and is worth it on all models that were measured; None: yes, unless the kernel is Gaussian.
         progress: True shows a bar if stderr is a terminal and rich is installed; a function is told what is done, how
             much of it, and of how much.
 
@@ -152,7 +153,10 @@ def fitted_attention(
     """A copy of `mechanism` with features fitted to the batches, in float32 or better."""
     batches = [heads.precise() for heads in batches]
     fitted = copy.deepcopy(mechanism)
-    fitted.set_features(settings.estimator, num_features, mechanism.num_heads, transform=settings.transform)
+    transform = settings.transform
+    if transform is None:
+        transform = settings.estimator == "calibrated" and not mechanism.options.gaussian
+    fitted.set_features(settings.estimator, num_features, mechanism.num_heads, transform=transform)
     fitted.to(batches[0].q.device)
     checks.far_pairs(fitted, batches)
     if settings.estimator in LEARNED:

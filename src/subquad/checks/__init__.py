@@ -375,7 +375,9 @@ def odd_softmax(num_features: int) -> ConfigError:
     )
 
 
-def no_transform(estimator: str) -> ConfigError:
+def no_transform(estimator: str, gaussian: bool) -> ConfigError:
+    if gaussian:
+        return ConfigError("favor: transform=True leaves q.k as it is, but not the norms that kernel='gaussian' needs")
     return ConfigError(f"favor: transform=True needs estimator='calibrated', got {estimator!r}")
 
 

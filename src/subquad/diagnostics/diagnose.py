@@ -162,7 +162,7 @@ def _trial(mechanism: FavorAttention, batches: Sequence[Heads], settings: _Setti
     fit, measure = _halves(mechanism, batches)
     if not fit:
         return None
-    how = Settings("calibrated", None, 1, settings.tolerance, 1, FIT_ROWS, False, settings.seed)
+    how = Settings("calibrated", None, 1, settings.tolerance, 1, FIT_ROWS, None, settings.seed)
     with torch.no_grad():
         fitted = fitted_attention(mechanism, fit, how, mechanism.num_features, derived_seed(settings.seed, number, 1))
     sample = {"rows": settings.rows, "seed": derived_seed(settings.seed, 1)}

@@ -204,8 +204,8 @@ class FavorAttention(RandomFeatures, Mechanism):
         checks.optional_count(self.name, "num_heads", num_heads)
         if estimator == "trigonometric" and (self.options.near or self.options.sinks):
             raise checks.not_with_trigonometric(self.options.near, self.options.sinks)
-        if transform and estimator != "calibrated":
-            raise checks.no_transform(estimator)
+        if transform and (estimator != "calibrated" or self.options.gaussian):
+            raise checks.no_transform(estimator, self.options.gaussian)
         self.estimator, self.num_heads, self.transform = estimator, num_heads, transform
         self.num_features = checks.count(self.name, "num_features", num_features)
         common = {"coupling": self.coupling, "num_heads": num_heads, "scale": self.options.scale, "seed": self.seed}
