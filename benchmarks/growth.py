@@ -65,17 +65,24 @@ def draw(curves: dict[tuple[str, str], dict[str, dict[int, float]]], path: Path)
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(curves), figsize=(5.2 * len(curves), 4.6), squeeze=False)
+    width = 4.6 * len(curves) + 2.4
+    figure, axes = plt.subplots(1, len(curves), figsize=(width, 4.2), squeeze=False, layout="constrained")
     names = dict.fromkeys(name for rows in curves.values() for name in rows)  # one colour each, in all panels
     for axis, ((title, measure), rows) in zip(axes[0], curves.items(), strict=True):
+        unit, factor = ("seconds", 1.0) if measure == "best" else ("MB above the inputs", 1e-6)
         for number, name in enumerate(names):
             if name in rows:
                 style = "k" if name == "sdpa" else f"C{number % 10}"
-                axis.plot(list(rows[name]), list(rows[name].values()), "o-", color=style, label=name, markersize=3)
-        axis.set(title=title, xlabel="tokens", ylabel="seconds" if measure == "best" else "bytes above the inputs")
-        axis.set(xscale="log", yscale="log")
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
+                values = [factor * value for value in rows[name].values()]
+                axis.plot(list(rows[name]), values, "o-", color=style, label=name, markersize=3)
+        axis.set(title=title, xlabel="tokens", ylabel=unit, xscale="log", yscale="log")
+        lengths = sorted({length for curve in rows.values() for length in curve})
+        axis.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=8)
+        axis.minorticks_off()
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.grid(alpha=0.3)
+    lines = [line for line in axes[0][0].get_lines() if line.get_label() in names]
+    figure.legend(handles=lines, loc="outside right center", fontsize=8)
     figure.savefig(path, dpi=120)
 
 

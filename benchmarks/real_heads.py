@@ -80,7 +80,7 @@ def masked(steps: int) -> dict[str, Any]:
     print("exact", results["exact"], flush=True)
     fits: tuple[tuple[str, dict[str, Any] | None], ...] = (
         ("FAVOR+", None),
-        ("calibrated", {"estimator": "calibrated"}),
+        ("calibrated", {"estimator": "calibrated", "transform": False}),
         ("balanced", {"estimator": "calibrated", "transform": True}),
         ("learned", {"estimator": "softmax", "steps": steps}),
     )
