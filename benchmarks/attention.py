@@ -8,21 +8,17 @@ turns in one process, a 2048 x 2048 x 2048 matrix product among them, so that on
 import argparse
 import json
 import os
-import platform
-import subprocess
 import sys
 from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 
-import torch
 from cases import EXACT, FEATURES, MODES, STEPS, Case, Shape, problem
 from measuring import GEMM, Forecast, Group, Limits, all_cases, gemm_rate, measure_group, peak_in_child
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from subquad.kernels.cpu import library
+from subquad.bench.records import machine
 
 DIRECTIONS = {"bidirectional": False, "causal": True}
 LENGTHS = [512, 2048, 8192, 16384, 32768, 131072]
@@ -132,7 +128,8 @@ def make_groups(options: argparse.Namespace) -> list[Group]:
 def run(options: argparse.Namespace, cases: list[Case], notes: list[str]) -> None:
     """Checks, measures group after group, shows and saves each."""
     console = Console()
-    report = {"machine": machine(), "options": plain(options), "notes": notes, "records": [], "skipped": []}
+    where = machine() | {"num_features": FEATURES, "steps_per_decode_sample": STEPS}
+    report = {"machine": where, "options": plain(options), "notes": notes, "records": [], "skipped": []}
     console.print(", ".join(f"{key} {value}" for key, value in report["machine"].items()), style="dim")
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
@@ -196,31 +193,6 @@ def measure(
             record["peak_bytes"] = peak_in_child(case.name, group)
         records.append(record)
     return records, [{"mechanism": name, **where, "reason": reason} for name, reason in reasons.items()]
-
-
-def machine() -> dict:
-    facts = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in facts if line.startswith("model name")]
-    engine = library.LOADED if isinstance(library.LOADED, str) else library.LOADED.machine
-    return {
-        "processor": names[0] if names else platform.machine(),
-        "threads": torch.get_num_threads(),
-        "native_engine": engine,
-        "torch": torch.__version__,
-        "num_features": FEATURES,
-        "steps_per_decode_sample": STEPS,
-        "commit": commit(),
-        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
-    }
-
-
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
-    except OSError:  # no git
-        return "unknown"
-    return done.stdout.strip() or "unknown"
 
 
 def plain(options: argparse.Namespace) -> dict:

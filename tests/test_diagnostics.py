@@ -19,7 +19,7 @@ from subquad.diagnostics import SpectrumResult, spectrum
 from subquad.diagnostics.matrices import attention_matrices, shuffled_rows
 from subquad.models import SubquadForCausalLM, SubquadModel
 from subquad.nn import Block, Context
-from tiny_models import make, random_ids
+from tiny_models import TINY_RUN, make, random_ids
 
 
 class Known(nn.Module):
@@ -173,21 +173,7 @@ def test_saved_and_plotted(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "mine"
-    tiny = [
-        "--window",
-        "64",
-        "--layers",
-        "1",
-        "--hidden",
-        "16",
-        "--heads",
-        "2",
-        "--eval-samples",
-        "2",
-        "--threads",
-        "1",
-    ]
-    assert main(["train", "protein", "--out", str(out), "--steps", "1", *tiny]) == 0
+    assert main(["train", "protein", "--out", str(out), "--steps", "1", *TINY_RUN]) == 0
     return out
 
 

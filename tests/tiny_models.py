@@ -28,6 +28,12 @@ NARROW: dict[str, dict[str, Any]] = {
     "strided": {"stride": 3},
 }
 
+# Of `subquad train`.
+TINY_RUN = (
+    *("--window", "64", "--layers", "1", "--hidden", "16", "--heads", "2"),
+    *("--eval-samples", "2", "--threads", "1"),
+)
+
 
 def make(kind: Any = SubquadForCausalLM, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     torch.manual_seed(0)
