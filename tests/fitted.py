@@ -22,6 +22,11 @@ def some_proposal(heads: int, dim: int, seed: int = 0) -> Proposal:
     return Proposal(mean, torch.eye(dim, dtype=torch.float64) + 0.1 * noise @ noise.mT / dim**0.5)
 
 
+def brief(estimator: str, steps: int = 2) -> dict[str, Any]:
+    """Options of `calibrate`: an estimator, and few steps if it is trained."""
+    return {"estimator": estimator, "steps": steps} if estimator in LEARNED else {"estimator": estimator}
+
+
 def fitted(kind: type[Favor], head_dim: int, num_features: int, *, estimator: str, **options: Any) -> Favor:
     """A layer of the class `kind`, with features as calibration might leave them."""
     with warnings.catch_warnings():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fitted import brief
 from subquad import FavorAttention, calibrate, errors
 from subquad.cli import main
 from subquad.data import load_proteins, read_fasta
@@ -22,7 +23,7 @@ def calibrated(kind: Any = SubquadForCausalLM, estimator: str = "calibrated", **
     """With fewer key heads than query heads."""
     model = make(kind, torch.float32, attention_options=OPTIONS)
     ids = random_ids(6, 40)
-    calibrate(model, [ids[:4], ids[4:]], estimator=estimator, steps=3, **how)
+    calibrate(model, [ids[:4], ids[4:]], **brief(estimator, 3), **how)
     return model
 
 
@@ -54,7 +55,7 @@ def test_each_layer_its_own_number_of_features(estimator: str, tmp_path: Path) -
         for block, size in zip(model.model.layers, (1.0, 0.2), strict=True):
             block.attention.q_proj.weight *= size
     ids = random_ids(6, 40)
-    report = calibrate(model, [ids[:4], ids[4:]], estimator=estimator, num_features="auto", target=0.3, steps=40)
+    report = calibrate(model, [ids[:4], ids[4:]], num_features="auto", target=0.3, **brief(estimator, 40))
     counts = [layer.num_features for layer in report.layers]
     assert counts[0] > counts[1]
     assert [options["num_features"] for options in model.config.attention_options] == counts
@@ -69,7 +70,7 @@ def test_other_layers_keep_their_options(tmp_path: Path) -> None:
     model, ids = make(SubquadForCausalLM, torch.float32, **options), random_ids(2, 40)
     calibrate(model, [ids])
     assert model.config.attention == ["linear", "favor", "softmax"]
-    assert model.config.attention_options == [mixed[0], {**mixed[1], "estimator": "calibrated"}, {}]
+    assert model.config.attention_options == [mixed[0], {**mixed[1], "estimator": "calibrated", "transform": True}, {}]
     assert torch.equal(reloaded(model, tmp_path)(ids)[0], model(ids)[0])
 
 
@@ -105,7 +106,7 @@ def test_learned_maps_of_a_fresh_model_belong_to_heads() -> None:
 def test_models_of_any_precision_can_be_calibrated(dtype: torch.dtype) -> None:
     model, ids = make(SubquadModel, dtype, attention_options=OPTIONS), random_ids(2, 40)
     for estimator in ("calibrated", "exponential"):
-        report = calibrate(model, [ids], estimator=estimator, steps=2)
+        report = calibrate(model, [ids], **brief(estimator))
         assert all(0 < error < 3 for layer in report.layers for error in layer.after)
 
 
@@ -116,7 +117,7 @@ def test_half_precision_is_fitted_in_float32(estimator: str) -> None:
     fitted = []
     for dtype in (torch.bfloat16, torch.float32):
         layer = FavorAttention(8, 16, near=4)
-        calibrate(layer, [(q.to(dtype), k.to(dtype), v.to(dtype))], estimator=estimator, steps=2)
+        calibrate(layer, [(q.to(dtype), k.to(dtype), v.to(dtype))], **brief(estimator))
         fitted.append(layer.feature_map.query)
     assert torch.equal(*fitted)
 
@@ -184,7 +185,11 @@ def test_the_command_finds_the_number_of_features(
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "features": (["--features", "many"], "--features: must be a whole number of at least 1, or auto, got 'many'"),
     "no features": (["--features", "0"], "--features: must be a whole number of at least 1, or auto, got '0'"),
-    "steps": (["--steps", "0"], "calibrate: steps must be a whole number of at least 1, got 0"),
+    "steps": (
+        ["--estimator", "softmax", "--steps", "0"],
+        "calibrate: steps must be a whole number of at least 1, got 0",
+    ),
+    "unused": (["--cap", "9"], "calibrate: cap is for num_features='auto'; leave it out"),
     "length": (["--length", "0"], "--length: must be at least 1, got 0"),
     "num": (["--num", "0"], "--num: must be at least 1, got 0"),
     "estimator": (

@@ -1,6 +1,9 @@
 """`subquad.calibrate`: layers alone and in models, drawn and learned features, what it refuses."""
 
 import copy
+import gc
+import weakref
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 from torch import Tensor
 
 import subquad
+from fitted import brief
 from subquad import FavorAttention
 from subquad.calibration.errors import head_errors
 from subquad.calibration.fitting import split
@@ -19,6 +23,7 @@ from subquad.features.learned import SHARPNESS, SoftmaxFeatures
 from subquad.features.positive import draw_rows
 from subquad.models import SubquadConfig, SubquadForCausalLM
 from subquad.testing import assert_close
+from tiny_hugging_face import bert
 
 D, LENGTH = 16, 96
 
@@ -44,7 +49,7 @@ def layer(near: int = 0, **options: Any) -> FavorAttention:
 @pytest.mark.parametrize("estimator", ["calibrated", "sharp", "softmax", "exponential"])
 def test_features_get_better_on_batches_that_were_held_out(estimator: str, near: int) -> None:
     attention = layer(near)
-    report = subquad.calibrate(attention, batches(), estimator=estimator, steps=40, progress=False)
+    report = subquad.calibrate(attention, batches(), progress=False, **brief(estimator, 40))
     assert report.held_out
     assert report.mean_after < 0.85 * report.mean_before, str(report)
     assert attention.estimator == estimator
@@ -170,6 +175,73 @@ def test_training_lowers_the_error() -> None:
     assert head_errors(attention, heads).mean() < 0.9 * before
 
 
+# Heads that are out of the ordinary ----------------------------------------------------------------------------------
+
+
+def test_what_is_no_number_is_no_small_error() -> None:
+    q, k, v = stretched(0)
+    q[:, 0] = torch.nan
+    attention = layer()
+    error = head_errors(attention, [Heads(q, k, v, False, None, attention.options.scale)])
+    assert bool(error.isnan()[0])
+    assert not bool(error.isnan()[1])
+
+
+def test_a_head_without_output_harms_no_other() -> None:
+    q, k, v = stretched(0)
+    v[:, 0] = 0
+    attention = layer()
+    report = subquad.calibrate(attention, [(q, k, v)], estimator="softmax", steps=5)
+    assert all(bool(parameter.isfinite().all()) for parameter in attention.parameters())
+    assert all(parameter.grad is None for parameter in attention.parameters())
+    assert report.layers[0].after[0] == 0
+    assert 0 < report.layers[0].after[1] < 1
+
+
+def test_training_on_no_numbers_is_refused() -> None:
+    q, k, v = stretched(0)
+    v[:, 0] = torch.nan
+    attention = layer()
+    before = attention.features
+    with pytest.raises(CalibrationError) as raised:
+        subquad.calibrate(attention, [(q, k, v)], estimator="softmax", steps=2)
+    assert str(raised.value) == (
+        "calibrate: training ended in features that are no numbers, and nothing was changed; are all queries, keys and "
+        "values of the model finite?"
+    )
+    assert attention.features is before
+
+
+@pytest.mark.parametrize("size", [30.0, 3000.0])
+def test_a_head_that_looks_at_one_key_alone(size: float) -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 8, generator=torch.Generator().manual_seed(0))
+    q[:, 0] = 0.1 * q[:, 0] + 5
+    k[:, 0, 3] += size
+    attention = FavorAttention(8, 16, near=0, sinks=0, num_heads=2)
+    report = subquad.calibrate(attention, [(q, k, v)])
+    assert all(0 <= error < 2 for error in report.layers[0].after), report
+
+
+@pytest.mark.parametrize("estimator", ["calibrated", "exponential", "softmax"])
+def test_a_head_that_never_looks_far(estimator: str) -> None:
+    """In float32 the weights of its far keys are all zero."""
+    q, k, v = torch.randn(3, 1, 2, 40, 8, generator=torch.Generator().manual_seed(0))
+    places = torch.nn.functional.normalize(torch.randn(10, 8, generator=torch.Generator().manual_seed(1)), dim=-1)
+    q[:, 0] = k[:, 0] = 60 * places.repeat_interleave(4, 0)
+    attention = FavorAttention(8, 16, near=4, sinks=0, num_heads=2)
+    report = subquad.calibrate(attention, [(q, k, v)], **brief(estimator))
+    assert report.layers[0].after[0] < 1e-3
+    assert all(bool(x.isfinite().all()) for x in attention.state_dict().values())
+
+
+def test_features_change_whole_or_not_at_all() -> None:
+    attention = layer()
+    before = repr(attention)
+    with pytest.raises(subquad.errors.ConfigError):
+        attention.set_features("softmax", 33, None)
+    assert repr(attention) == before
+
+
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
@@ -205,6 +277,23 @@ def test_models_run_exactly_while_they_are_listened_to() -> None:
     for got, want in zip(layers, wanted, strict=True):
         assert_close(got.heads[0].q, want.heads[0].q, 1e-5, got.name)
         assert got.heads[0].causal
+
+
+def test_listening_leaves_modes_alone() -> None:
+    favor = model().train()
+    favor.model.layers[1].eval()
+    before = [module.training for module in favor.modules()]
+    collect(favor, [torch.randint(0, 20, (1, 30))], op="test", exact=True)
+    assert [module.training for module in favor.modules()] == before
+
+
+def test_a_model_that_was_listened_to_can_go() -> None:
+    listened = bert()
+    collect(listened, [torch.randint(0, 30, (1, 20))], op="test", exact=True)
+    watched = weakref.ref(listened)
+    del listened
+    gc.collect()
+    assert watched() is None
 
 
 def test_a_model_is_calibrated_in_place() -> None:
@@ -246,8 +335,14 @@ def test_features_that_were_not_fitted_say_so() -> None:
     [
         ({"estimator": "sharpp"}, "calibrate: estimator must be one of optimal, sharp, calibrated, softmax, "),
         ({"num_features": 0}, "calibrate: num_features must be a whole number of at least 1, got 0"),
-        ({"target": 2}, "calibrate: target must lie between 0 and 1, got 2"),
-        ({"steps": 0}, "calibrate: steps must be a whole number of at least 1, got 0"),
+        ({"num_features": "auto", "target": 2}, "calibrate: target must lie between 0 and 1, got 2"),
+        ({"seed": -1}, "calibrate: seed must be a whole number of at least 0, got -1"),
+        (
+            {"steps": 9},
+            "calibrate: steps is for learned features, estimator='softmax' or 'exponential'; leave it out",
+        ),
+        ({"cap": 9}, "calibrate: cap is for num_features='auto'; leave it out"),
+        ({"estimator": "softmax", "steps": 0}, "calibrate: steps must be a whole number of at least 1, got 0"),
         (
             {"estimator": "sharp", "transform": True},
             "calibrate: transform=True needs estimator='calibrated', got 'sharp'",
@@ -267,10 +362,11 @@ def test_wrong_settings(options: dict[str, Any], words: str) -> None:
 def test_wrong_batches_and_models() -> None:
     for given, words in (
         (torch.zeros(2, 2), "calibrate: batches must be a list of batches, got Tensor; use [batch]"),
+        (UserDict(input_ids=1), "calibrate: batches must be a list of batches, got UserDict; use [batch]"),
         ([], "calibrate: there are no batches; a few thousand tokens do"),
     ):
         with pytest.raises(subquad.SubquadError) as raised:
-            subquad.calibrate(layer(), given)
+            subquad.calibrate(layer(), given)  # pyright: ignore[reportArgumentType]
         assert str(raised.value) == words
     with pytest.raises(subquad.errors.ConfigError) as raised:
         subquad.calibrate(torch.nn.Linear(2, 2), [torch.zeros(1, 2)])

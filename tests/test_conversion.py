@@ -6,12 +6,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    BartConfig,
+    BartModel,
     BertConfig,
     BertForMaskedLM,
+    CLIPTextConfig,
+    CLIPTextModel,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
 )
 
 import subquad
@@ -39,7 +45,14 @@ def gpt2(**options: Any) -> Any:
     return GPT2LMHeadModel(GPT2Config(**sizes, **options)).double().eval()
 
 
-FAMILIES = {"bert": bert, "llama": llama, "gpt2": gpt2}
+def opt(**options: Any) -> Any:
+    """Scales its queries itself, and asks for no scale."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "ffn_dim": 16, "word_embed_proj_dim": 16, "max_position_embeddings": 64, "init_std": 0.5}
+    return OPTForCausalLM(OPTConfig(**sizes, **options)).double().eval()
+
+
+FAMILIES = {"bert": bert, "llama": llama, "gpt2": gpt2, "opt": opt}
 
 
 def padded(left: bool) -> dict[str, Tensor]:
@@ -68,6 +81,18 @@ def test_favor_that_sees_all_exactly_changes_nothing(make: Any) -> None:
     real = batch["attention_mask"].bool()
     swapped = swap_attention(make(), "favor", num_features=8, near=8)(**batch).logits
     torch.testing.assert_close(swapped[real], make()(**batch).logits[real])
+
+
+@torch.no_grad()
+def test_causal_by_call() -> None:
+    """CLIP's modules say that they are not causal, and are told that they are."""
+    made = []
+    for swap in (False, True):
+        torch.manual_seed(0)
+        sizes = {**SIZES, "intermediate_size": 16, "max_position_embeddings": 16, "initializer_range": 1.0}
+        model = CLIPTextModel(CLIPTextConfig(**sizes, eos_token_id=22)).double().eval()
+        made.append((swap_attention(model, "softmax") if swap else model)(random_ids(2, 9)).last_hidden_state)
+    torch.testing.assert_close(made[1], made[0])
 
 
 @torch.no_grad()
@@ -113,6 +138,11 @@ def test_generating_without_a_cache() -> None:
     assert torch.equal(swapped.generate(ids, **options), llama().generate(ids, **options))
 
 
+BART: dict[str, Any] = {
+    f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("attention_heads", 2), ("ffn_dim", 8))
+}
+
+
 def crossed() -> Any:
     return bert(is_decoder=True, add_cross_attention=True)
 
@@ -127,6 +157,13 @@ MISTAKES = {
         lambda: swap_attention(bert(), "favr"),
         errors.ConfigError,
         "unknown attention 'favr' (did you mean 'favor'?); known: " + ", ".join(m.name for m in subquad.MECHANISMS),
+    ),
+    "cross-attention by name": (
+        lambda: swap_attention(
+            BartModel(BartConfig(vocab_size=23, d_model=16, encoder_layers=1, decoder_layers=1, **BART)), "favor"
+        ),
+        errors.ConfigError,
+        "swap_attention: decoder.layers.0.encoder_attn is cross-attention; only self-attention can be replaced",
     ),
     "cross-attention": (
         lambda: swap_attention(crossed(), "favor"),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import subquad
+from fitted import brief
 from subquad import FavorAttention, SoftmaxAttention, calibrate, diagnose, errors
 from subquad.calibration.heads import Heads, collect
 from subquad.diagnostics import Diagnosis, LayerDiagnosis
@@ -67,7 +68,7 @@ def fitted(estimator: str, kernel: str = "softmax", **options: Any) -> FavorAtte
     attention = FavorAttention(D, 12, near=4, sinks=3, num_heads=K, kernel=kernel).double()
     if estimator != "positive":
         q, k, v = (t.float() for t in asked())
-        calibrate(attention, [(q, k, v)], estimator=estimator, steps=2, **options)
+        calibrate(attention, [(q, k, v)], **brief(estimator), **options)
     return attention
 
 
@@ -390,7 +391,7 @@ def test_which_features_are_settled() -> None:
         assert not settled(attention)
     for estimator in ("optimal", "sharp", "calibrated", "softmax", "exponential"):
         attention = FavorAttention(8, 16, near=8, sinks=0)
-        calibrate(attention, inputs, estimator=estimator, steps=1)
+        calibrate(attention, inputs, **brief(estimator, 1))
         assert settled(attention) == (estimator not in ("optimal", "sharp"))
     assert not settled(FavorAttention(8, 16, estimator="softmax"))
     assert not settled(FavorAttention(8, 16, estimator="exponential"))

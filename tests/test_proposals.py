@@ -200,6 +200,7 @@ def test_proposals_come_from_the_moments() -> None:
 
 def test_balancing_makes_queries_and_keys_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moments_module, "RIDGE", 0.0)
+    monkeypatch.setattr(moments_module, "FLOOR", 0.0)
     found, _, _ = gaussian_pairs()
     turn, inverse = balancing(found)
     assert_close(turn @ inverse.mT, torch.eye(D, dtype=torch.float64)[None], 1e-10, "T T^-1")

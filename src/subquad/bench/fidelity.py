@@ -17,7 +17,7 @@ from subquad.calibration.choice import Fit, best_fit
 from subquad.calibration.errors import ErrorSum
 from subquad.calibration.fitting import Settings, fitted_attention
 from subquad.calibration.heads import Heads
-from subquad.calibration.moments import Moments, far_pairs, fitted_proposal, pair_moments, seen_pairs
+from subquad.calibration.moments import Moments, far_pairs, fitted_proposal, seen_pairs, weighted_moments
 from subquad.features.drawn import DRAWN, FITTED, DrawnFeatures
 from subquad.features.draws import derived_seed
 from subquad.features.learned import LEARNED
@@ -159,8 +159,8 @@ class Asked:
         key = estimator, 0 if alike else num_features
         if alike not in self.moments:
             plain = self.favor("positive", "orthogonal", 1)
-            found = pair_moments(plain, self.layer.fit, rows=ROWS, seed=self.seed, alike=alike)
-            self.moments[alike] = found.in_heads(self.key_heads)
+            sample = {"rows": ROWS, "seed": self.seed, "alike": alike}
+            self.moments[alike] = weighted_moments(plain, self.layer.fit, self.key_heads, **sample)
         if key not in self.fits:
             tried = self.favor(estimator, "orthogonal", num_features)
             self.fits[key] = (

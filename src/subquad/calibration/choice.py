@@ -59,6 +59,7 @@ def best_fit(mechanism: FavorAttention, batches: Sequence[Heads], moments: Momen
     some, exact = _some(batches)
     errors = torch.stack([_errors(mechanism, fit, some, exact, seed) for fit in fits])  # [candidates, map heads]
     errors[0] *= MARGIN
+    errors = errors.nan_to_num(torch.inf)
     return _picked(fits, errors.argmin(0).to(moments.x.device))
 
 

@@ -30,7 +30,7 @@ class ErrorSum:
         """float64 `[H]`. Of a head whose exact output is zero: 0 if that is what came out, else infinity."""
         assert self.wrong is not None
         assert self.size is not None
-        return torch.where(self.wrong > 0, self.wrong / self.size, 0.0).sqrt().cpu()
+        return torch.where(self.wrong == 0, 0.0, self.wrong / self.size).sqrt().cpu()  # NaN stays NaN
 
 
 @torch.no_grad()
@@ -39,5 +39,5 @@ def head_errors(mechanism: Mechanism | Callable[[Heads], Tensor], batches: Itera
     total = ErrorSum()
     for heads in batches:
         out = heads.attend(mechanism) if isinstance(mechanism, Mechanism) else mechanism(heads)
-        total.add(out, heads.exact(), heads.real)
+        total.add(out, heads.precise().exact(), heads.real)
     return total.errors

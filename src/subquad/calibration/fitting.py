@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from subquad.calibration.choice import best_fit
 from subquad.calibration.errors import head_errors
 from subquad.calibration.heads import Batch, Heads, Layer, collect
-from subquad.calibration.moments import Moments, fitted_proposal, pair_moments
+from subquad.calibration.moments import fitted_proposal, weighted_moments
 from subquad.calibration.progress import Tell, counting, telling
 from subquad.calibration.report import CalibrationReport, LayerReport
 from subquad.calibration.training import start_features, train_features
@@ -21,6 +21,7 @@ from subquad.features.learned import LEARNED
 from subquad.mechanisms.favor import FavorAttention
 
 SMALLEST, MARGIN, DRAWS = 32, 1.7, 2  # of num_features="auto": where it begins, how much better than asked, draws
+DEFAULTS: dict[str, Any] = {"steps": 200, "target": 0.3, "cap": 1024}
 HELD_OUT = 5  # every fifth batch is kept for measuring
 
 
@@ -43,9 +44,9 @@ def calibrate(
     *,
     estimator: str = "calibrated",
     num_features: int | Literal["auto"] | None = None,
-    steps: int = 200,
-    target: float = 0.3,
-    cap: int = 1024,
+    steps: int | None = None,
+    target: float | None = None,
+    cap: int | None = None,
     rows: int = 256,
     transform: bool | None = None,
     seed: int = 0,
@@ -63,8 +64,8 @@ def calibrate(
         estimator: "calibrated", "optimal" or "sharp" (drawn), "softmax" or "exponential" (learned, better, slower).
         num_features: per layer; None keeps what a layer has. "auto" doubles it until the mean error of the layer's
             heads is `target / 1.7` (two draws), and raises CalibrationError where `cap` features are not enough.
-        steps: of training learned features, per layer.
-        target, cap: for num_features="auto" only.
+        steps: of training learned features, per layer; 200 unless given.
+        target, cap: for num_features="auto" only; 0.3 and 1,024 unless given.
         rows: queries per batch whose exact attention weighs the statistics.
         transform: calibrated only: also balance queries and keys, which leaves q.k as it is, costs a small product per
             token and is worth it on all models that were measured; None: yes, unless the kernel is Gaussian.
@@ -78,8 +79,12 @@ def calibrate(
         >>> layer.estimator, len(report.layers[0].after)
         ('calibrated', 2)
     """
-    settings = Settings(estimator, num_features, steps, target, cap, rows, transform, seed)
-    checks.settings(settings, (*FITTED, *LEARNED), LEARNED)
+    checks.choice("calibrate", "estimator", estimator, (*FITTED, *LEARNED))
+    checks.used(estimator in LEARNED, num_features == "auto", steps=steps, target=target, cap=cap)
+    chosen = {"steps": steps, "target": target, "cap": cap}
+    chosen = DEFAULTS | {name: value for name, value in chosen.items() if value is not None}
+    settings = Settings(estimator, num_features, rows=rows, transform=transform, seed=seed, **chosen)
+    checks.settings(settings)
     given = list(checks.batches("calibrate", batches))
     with telling(progress) as tell:
         layers, fitted, reports = _fit(model, given, settings, tell)
@@ -164,30 +169,13 @@ def fitted_attention(
         train_features(fitted, batches, steps=settings.steps, seed=seed)
         return fitted
     features = cast(DrawnFeatures, fitted.features)
-    moments = _moments(fitted, batches, settings, len(features.weight), seed)
+    sample = {"rows": settings.rows, "seed": seed, "alike": settings.estimator != "calibrated"}
+    moments = weighted_moments(fitted, batches, len(features.weight), **sample)
     if settings.estimator == "calibrated":
         best_fit(fitted, batches, moments, seed=seed).apply(features, seed)
     else:
         features.fit(fitted_proposal(settings.estimator, moments), seed)
     return fitted
-
-
-def _moments(
-    mechanism: FavorAttention, batches: Sequence[Heads], settings: Settings, map_heads: int, seed: int
-) -> Moments:
-    """Of all far pairs alike, or weighted by attention; a head that never looks far away has no weights to go by."""
-    alike = settings.estimator != "calibrated"
-    moments = pair_moments(mechanism, batches, rows=settings.rows, seed=seed, alike=alike).in_heads(map_heads)
-    if alike:
-        checks.some_far_rows(moments.weight, settings.rows)
-    if bool((moments.weight > 0).all()):
-        return moments
-    plain = pair_moments(mechanism, batches, rows=settings.rows, seed=seed, alike=True).in_heads(map_heads)
-    checks.some_far_rows(plain.weight, settings.rows)
-    looks = moments.weight > 0
-    return Moments(
-        *(torch.where(looks.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(moments, plain, strict=True))
-    )
 
 
 def _note_in_config(model: Any) -> None:

@@ -96,7 +96,7 @@ def collect(
     exact: layers answer with exact attention, so that each is asked what it would be asked in an exact model.
     """
     with _listening(model, op, exact) as layers:
-        was_training = model.training
+        modes = {module: module.training for module in model.modules()}
         model.eval()
         try:
             for batch in checks.batches(op, batches):
@@ -104,7 +104,8 @@ def collect(
                 if progress is not None:
                     progress(1)
         finally:
-            model.train(was_training)
+            for module, training in modes.items():
+                module.training = training
     found = [layer for layer in layers if layer.heads]
     checks.something_heard(op, model, len(found))
     return found
@@ -152,6 +153,12 @@ def _hook(layer: Layer, exact: bool) -> Any:
     return layer.mechanism.register_forward_hook(listen, with_kwargs=True)
 
 
+def is_causal(module: Any, options: Mapping[str, Any]) -> bool:
+    """What transformers told the attention function, or else what the module says of itself."""
+    told = options.get("is_causal")
+    return bool(module.is_causal if told is None else told)
+
+
 @contextmanager
 def _hugging_face(model: Any) -> Iterator[list[Layer]]:
     """Puts a function of ours in the place of the model's attention: exact, and all ears."""
@@ -163,9 +170,9 @@ def _hugging_face(model: Any) -> Iterator[list[Layer]]:
     def attend(
         module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None = None, **options: Any
     ) -> tuple[Tensor, None]:
-        checks.whole_attention(names[module], q, k, options.get("sliding_window"))
+        checks.whole_attention(names[module], q, k, options)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        heads = Heads(q, k, v, bool(module.is_causal), None if mask is None else mask.bool(), scale)
+        heads = Heads(q, k, v, is_causal(module, options), None if mask is None else mask.bool(), scale)
         layers.setdefault(module, Layer(names[module], None, [])).heads.append(heads)
         return heads.exact().transpose(1, 2), None
 
@@ -179,3 +186,5 @@ def _hugging_face(model: Any) -> Iterator[list[Layer]]:
     finally:
         model.set_attn_implementation(before)
         heard += layers.values()
+        layers.clear()  # transformers keeps our function, and with it whatever that knows
+        names.clear()

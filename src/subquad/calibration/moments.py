@@ -4,18 +4,20 @@ The error of an output is governed by the pairs that attention gives weight to, 
 weighs each pair by its attention. `optimal` and `sharp`, as published, take all pairs alike.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from subquad.calibration.heads import Heads
+from subquad.checks import calibration as checks
 from subquad.features.proposals import Proposal, isotropic, shaped
 from subquad.mechanism import normalised, real_index, repeat_heads
 from subquad.mechanisms.favor import FavorAttention
 
 RIDGE = 0.1  # of the mean eigenvalue; an inverse square root must not follow noise
+FLOOR = 1e-3  # of the mean square, variance and mean together
 
 
 class Moments(NamedTuple):
@@ -68,9 +70,8 @@ def pair_moments(mechanism: FavorAttention, batches: Iterable[Heads], *, rows: i
         seen = seen_pairs(heads, chosen)
         weights = normalised(seen.to(heads.q.dtype)) if alike else heads.exact_weights(chosen)
         weights = (weights * (seen & far_pairs(mechanism, heads, chosen))).expand(-1, heads.q.shape[1], -1, -1)
-        dtype = torch.promote_types(heads.q.dtype, torch.float32)
-        x, y = (t.to(dtype) * heads.scale**0.5 for t in (heads.q[:, :, chosen], heads.k))
-        found = _sums(weights.to(dtype), x, repeat_heads(y, x.shape[1]))
+        x, y = (t.double() * heads.scale**0.5 for t in (heads.q[:, :, chosen], heads.k))
+        found = _sums(weights.double(), x, repeat_heads(y, x.shape[1]))  # centring cancels: float32 has too few digits
         total = found if total is None else Moments(*(a + b for a, b in zip(total, found, strict=True)))
     assert total is not None
     return total
@@ -83,7 +84,22 @@ def _sums(weights: Tensor, x: Tensor, y: Tensor) -> Moments:
         *(of_x.sum((2, 3)), (of_x * x).sum(2), (of_y * y).sum(2)),
         *((of_x * x).mT @ x, (of_y * y).mT @ y, x.mT @ (weights @ y)),
     )
-    return Moments(*(t.double().sum(0) for t in sums))
+    return Moments(*(t.sum(0) for t in sums))
+
+
+def weighted_moments(
+    mechanism: FavorAttention, batches: Sequence[Heads], map_heads: int, *, rows: int, seed: int, alike: bool = False
+) -> Moments:
+    """As `pair_moments`, summed to the heads of a map; heads that never look far away have all pairs alike."""
+    moments = pair_moments(mechanism, batches, rows=rows, seed=seed, alike=alike).in_heads(map_heads)
+    looks = moments.weight > 0
+    if bool(looks.all()):
+        return moments
+    plain = pair_moments(mechanism, batches, rows=rows, seed=seed, alike=True).in_heads(map_heads)
+    checks.some_far_rows(plain.weight, rows)
+    return Moments(
+        *(torch.where(looks.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(moments, plain, strict=True))
+    )
 
 
 def fitted_proposal(estimator: str, moments: Moments, *, width: float = 1.0) -> Proposal:
@@ -105,11 +121,18 @@ def fitted_proposal(estimator: str, moments: Moments, *, width: float = 1.0) -> 
 def balancing(moments: Moments) -> tuple[Tensor, Tensor]:
     """T and its inverse transpose, `[heads, D, D]`, such that T x and T^-T y have the same covariance."""
     central = moments.means()
-    eye = torch.eye(central.x.shape[1], dtype=torch.float64, device=central.x.device)
-    xx, yy = (t + RIDGE * t.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * eye for t in (central.xx, central.yy))
+    xx, yy = _ridged(central.xx, central.x), _ridged(central.yy, central.y)
     root, inverse_root = _power(xx, 0.5), _power(xx, -0.5)
     middle = inverse_root @ _power(root @ yy @ root, 0.5) @ inverse_root
     return _power(middle, 0.5), _power(middle, -0.5)
+
+
+def _ridged(covariance: Tensor, mean: Tensor) -> Tensor:
+    """Keeps its distance from singular: where all weight is on one key, keys do not vary at all."""
+    variance = covariance.diagonal(dim1=1, dim2=2).mean(1).clamp(min=0)
+    ridge = RIDGE * variance + FLOOR * (variance + mean.square().mean(1))
+    eye = torch.eye(mean.shape[1], dtype=torch.float64, device=mean.device)
+    return covariance + ridge.clamp(min=torch.finfo(torch.float64).tiny)[:, None, None] * eye
 
 
 def _power(matrix: Tensor, exponent: float) -> Tensor:

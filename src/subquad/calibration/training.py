@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from subquad.calibration.heads import Heads
-from subquad.calibration.moments import far_pairs, fitted_proposal, pair_moments, sample_rows, seen_pairs
+from subquad.calibration.moments import far_pairs, fitted_proposal, sample_rows, seen_pairs, weighted_moments
+from subquad.checks import calibration as checks
 from subquad.features.learned import ExponentialFeatures, SoftmaxFeatures
 from subquad.features.positive import FeatureMap, draw_rows
 from subquad.mechanism import repeat_heads
@@ -28,7 +29,7 @@ def start_features(mechanism: FavorAttention, batches: Sequence[Heads], *, rows:
         return
     assert isinstance(features, ExponentialFeatures)
     heads, num_features, dim = features.query.shape
-    moments = pair_moments(mechanism, batches, rows=rows, seed=seed, alike=False).in_heads(heads)
+    moments = weighted_moments(mechanism, batches, heads, rows=rows, seed=seed)
     how = {"coupling": mechanism.coupling, "num_heads": heads, "seed": seed}
     features.start(draw_rows(dim, num_features, **how, proposal=fitted_proposal("calibrated", moments)))
 
@@ -59,13 +60,15 @@ def train_features(
         schedule.step()
         if progress is not None:
             progress(1)
+    optimizer.zero_grad(set_to_none=True)  # whoever trains on must not begin with ours
+    checks.finite(parameters)
 
 
 def relative_loss(out: Tensor, want: Tensor, real: Tensor) -> Tensor:
-    """Squared error of each head relative to the size of its output, the mean over heads."""
+    """Squared error of each head relative to the size of its output, the mean over heads; 0 where there is none."""
     keep = real[:, None, :, None]
     wrong, size = (torch.where(keep, t, 0).square().sum((0, 2, 3)) for t in (out - want, want))
-    return (wrong / size).mean()
+    return (wrong * torch.where(size > 0, 1 / size, 0.0)).mean()
 
 
 def _groups(mechanism: FavorAttention) -> list[dict]:
@@ -124,6 +127,7 @@ def _fit_offset(
         torch.cat([t.transpose(0, 1).flatten(1, 2) for t in parts], 1).unflatten(0, (map_heads, -1)).flatten(1, 2)
         for parts in (inputs, targets, weights)
     )  # [map heads, rows of all heads that share it, ...]
+    checks.some_far_rows(weight.sum(1), rows)
     x = torch.cat([torch.ones_like(x[..., :1]), x], -1)
     left = (weight[..., None] * x).mT @ x + RIDGE * weight.sum(1)[:, None, None] * torch.eye(x.shape[-1]).to(x)
     right = ((weight * target)[..., None] * x).sum(1)

@@ -1,17 +1,18 @@
 """Checks of `subquad.calibrate` and of everything that listens to the attention of a model."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from subquad.checks import choice, count
+from subquad.checks import choice as choice
+from subquad.checks import count, seed
 from subquad.errors import CalibrationError, ConfigError, DtypeError
 
 
 def batches(op: str, given: Any) -> list[Any]:
     """At least one; a tensor or mapping alone is a common slip."""
-    if isinstance(given, (Tensor, dict)) or not isinstance(given, Iterable):
+    if isinstance(given, (Tensor, Mapping)) or not isinstance(given, Iterable):
         raise DtypeError(f"{op}: batches must be a list of batches, got {type(given).__name__}; use [batch]")
     found = list(given)
     if not found:
@@ -36,8 +37,12 @@ def something_heard(op: str, model: Any, layers: int) -> None:
         )
 
 
-def whole_attention(name: str, q: Tensor, k: Tensor, window: int | None) -> None:
-    """Attention that exact softmax over all keys reproduces."""
+def whole_attention(name: str, q: Tensor, k: Tensor, options: Mapping[str, Any]) -> None:
+    """Attention that exact softmax over all keys reproduces; options: of transformers' attention functions."""
+    for option in ("softcap", "s_aux", "position_bias"):
+        if options.get(option) is not None:
+            raise ConfigError(f"{name}: attends with {option}, which is more than a softmax of q.k")
+    window = options.get("sliding_window")
     if window is not None and k.shape[2] > window:
         raise ConfigError(
             f"{name}: attends within a window of {window} tokens, got {k.shape[2]}; give batches of at most {window}"
@@ -48,9 +53,20 @@ def whole_attention(name: str, q: Tensor, k: Tensor, window: int | None) -> None
         )
 
 
-def settings(given: Any, estimators: Sequence[str], learned: Sequence[str]) -> None:
+def used(learned: bool, auto: bool, **given: Any) -> None:
+    """Nothing that is given is ignored."""
+    if given.pop("steps") is not None and not learned:
+        raise ConfigError(
+            "calibrate: steps is for learned features, estimator='softmax' or 'exponential'; leave it out"
+        )
+    for name, value in given.items():
+        if value is not None and not auto:
+            raise ConfigError(f"calibrate: {name} is for num_features='auto'; leave it out")
+
+
+def settings(given: Any) -> None:
     op = "calibrate"
-    choice(op, "estimator", given.estimator, estimators)
+    seed(op, given.seed)
     if given.num_features is not None and given.num_features != "auto":
         count(op, "num_features", given.num_features)
     for name in ("steps", "cap", "rows"):
@@ -88,6 +104,14 @@ def some_far_rows(weight: Tensor, rows: int) -> None:
         )
 
 
+def finite(parameters: Sequence[Tensor]) -> None:
+    if not all(bool(parameter.isfinite().all()) for parameter in parameters):
+        raise CalibrationError(
+            "calibrate: training ended in features that are no numbers, and nothing was changed; are all queries, keys "
+            "and values of the model finite?"
+        )
+
+
 def all_exact(near: int, sinks: int, causal: bool) -> int:
     """Tokens of the longest sequence in which no pair is left to the features."""
     if not near:
@@ -98,7 +122,7 @@ def all_exact(near: int, sinks: int, causal: bool) -> int:
 def reached(given: Any, reports: Sequence[Any]) -> None:
     if given.num_features != "auto":
         return
-    failed = [report for report in reports if report.mean_after > given.target]
+    failed = [report for report in reports if not report.mean_after <= given.target]
     if failed:
         worst = max(failed, key=lambda report: report.mean_after)
         raise CalibrationError(

@@ -17,8 +17,14 @@ def something_to_swap(model: Any, modules: int) -> None:
 
 def self_attention_module(name: str, module: Any) -> None:
     """Queries, keys and values of the same tokens."""
-    if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:
+    crossed = name.endswith(("encoder_attn", "crossattention", "cross_attn", "EncDecAttention"))
+    if crossed or getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:
         raise ConfigError(f"swap_attention: {name} is cross-attention; only self-attention can be replaced")
+
+
+def goes_through_us(model: Any, implementation: str) -> None:
+    if model.config._attn_implementation != implementation:
+        raise ConfigError(f"swap_attention: {type(model).__name__} does not let its attention be replaced")
 
 
 def no_dropout(name: str, dropout: float) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from subquad.bench.fidelity import Plan, Record
     from subquad.bench.inputs import Input
 
+FEATURES, DRAWS, LAYERS, STEPS = "64,128,256", 5, 4, 100
+
 bench_app = typer.Typer(
     name="bench",
     help="Measurements that anyone can repeat: how exact the features are.",
@@ -49,14 +51,14 @@ def fidelity(
     ] = "orthogonal,iid,simplex,hadamard",
     features: Annotated[
         str, typer.Option(help="Numbers of features. Learned maps are trained with up to 128.")
-    ] = "64,128,256",
-    draws: Annotated[int, typer.Option(help="Draws of each; standard errors are over draws and over heads.")] = 5,
+    ] = FEATURES,
+    draws: Annotated[int, typer.Option(help="Draws of each; standard errors are over draws and over heads.")] = DRAWS,
     near: Annotated[
         bool | None,
         typer.Option("--near/--no-near", help="Only with (without) exact near blocks and four sinks; default: both."),
     ] = None,
-    layers: Annotated[int, typer.Option(help="Layers of a pretrained model, evenly spread; 0 for all.")] = 4,
-    steps: Annotated[int, typer.Option(help="Training steps of learned maps, per layer.")] = 100,
+    layers: Annotated[int, typer.Option(help="Layers of a pretrained model, evenly spread; 0 for all.")] = LAYERS,
+    steps: Annotated[int, typer.Option(help="Training steps of learned maps, per layer.")] = STEPS,
     seed: Annotated[int, typer.Option(help="Of synthetic heads and draws.")] = 0,
     quick: Annotated[
         bool,
@@ -73,8 +75,10 @@ def fidelity(
     from subquad.bench.inputs import INPUTS
 
     chosen = bench_checks.names("--inputs", inputs, INPUTS)
-    if quick:
-        features, draws, steps, layers = "32,128", min(2, draws), min(20, steps), min(2, layers or 2)
+    if quick:  # what was given stays
+        features = "32,128" if features == FEATURES else features
+        draws, steps, layers = (low if given == usual else given for given, usual, low in
+                                ((draws, DRAWS, 2), (steps, STEPS, 20), (layers, LAYERS, 2)))  # fmt: skip
     bench_checks.layers(layers)
     fields = (False, True) if near is None else (near,)
     plans = {name: _plan(name, estimators, couplings, features, draws, fields, steps, seed) for name in chosen}

@@ -20,9 +20,13 @@ def calibrate(
     features: Annotated[
         str | None, typer.Option(help="Per layer: a number, or auto for as few as do; as it is unless given.")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Learned features: steps of training, per layer.")] = 200,
-    target: Annotated[float, typer.Option(help="Of --features auto: mean error of a layer's heads.")] = 0.3,
-    cap: Annotated[int, typer.Option(help="Of --features auto: the most features.")] = 1024,
+    steps: Annotated[
+        int | None, typer.Option(help="Learned features: steps of training, per layer; 200 unless given.")
+    ] = None,
+    target: Annotated[
+        float | None, typer.Option(help="Of --features auto: mean error of a layer's heads; 0.3 unless given.")
+    ] = None,
+    cap: Annotated[int | None, typer.Option(help="Of --features auto: the most features; 1,024 unless given.")] = None,
     length: Annotated[int, typer.Option(help="Tokens of each sequence, at most.")] = 1024,
     num: Annotated[int, typer.Option(help="Sequences, at most.")] = 64,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,

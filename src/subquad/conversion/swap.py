@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from subquad.calibration.heads import is_causal
 from subquad.checks import calibration as heard
 from subquad.checks import conversion as checks
 from subquad.mechanisms import mechanism_class
@@ -39,7 +40,6 @@ def swap_attention(model: Model, attention: str = "favor", **options: Any) -> Mo
     made = mechanism_class(attention)
     found = attention_modules(model)
     checks.something_to_swap(model, len(found))
-    first = next(model.parameters())
     mechanisms = []
     for layer, (name, module) in enumerate(found):
         checks.self_attention_module(name, module)
@@ -48,10 +48,12 @@ def swap_attention(model: Model, attention: str = "favor", **options: Any) -> Mo
         own = {option: x for option, x in scale.items() if option in inspect.signature(made).parameters} | options
         mechanisms.append(layer_mechanism(attention, own, head_dim=head_dim, key_heads=key_heads, layer=layer))
     for (_, module), mechanism in zip(found, mechanisms, strict=True):
-        setattr(module, CHILD, mechanism.to(first.device).train(module.training))
+        device = next(module.parameters()).device
+        setattr(module, CHILD, mechanism.to(device).train(module.training))
     AttentionInterface.register(IMPLEMENTATION, _attend)
     AttentionMaskInterface.register(IMPLEMENTATION, _padding)
     model.set_attn_implementation(IMPLEMENTATION)  # pyright: ignore[reportCallIssue]
+    checks.goes_through_us(model, IMPLEMENTATION)
     return model
 
 
@@ -70,20 +72,34 @@ def head_sizes(module: Any) -> tuple[int, int]:
 
 def scaling(module: Any, head_dim: int) -> dict[str, float]:
     """The scale of the logits, if it is not the usual one."""
-    scale = getattr(module, "scaling", None) or head_dim**-0.5
+    scale = module_scale(module, head_dim)
     return {} if scale == head_dim**-0.5 else {"scale": scale}
 
 
+def module_scale(module: Any, head_dim: int) -> float:
+    return getattr(module, "scaling", None) or head_dim**-0.5
+
+
 def _attend(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0, **options: Any
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """q `[B, H, T, D]`, k, v `[B, K, T, D]`, mask `[B, T]`; the output `[B, T, H, D]`, and no weights."""
     name = type(module).__name__
-    heard.whole_attention(name, q, k, options.get("sliding_window"))
+    heard.whole_attention(name, q, k, options)
     checks.no_dropout(name, dropout)
     checks.padding_mask(name, mask)
+    asked = q.shape[-1] ** -0.5 if scaling is None else scaling
+    if (usual := module_scale(module, q.shape[-1])) != asked:  # some models scale their queries before
+        q = q * (asked / usual)
     mechanism = getattr(module, CHILD)
-    out = mechanism(q, k, v, causal=bool(module.is_causal), key_mask=None if mask is None else mask.bool())
+    out = mechanism(q, k, v, causal=is_causal(module, options), key_mask=None if mask is None else mask.bool())
     return out.transpose(1, 2), None
 
 

@@ -206,16 +206,15 @@ class FavorAttention(RandomFeatures, Mechanism):
             raise checks.not_with_trigonometric(self.options.near, self.options.sinks)
         if transform and (estimator != "calibrated" or self.options.gaussian):
             raise checks.no_transform(estimator, self.options.gaussian)
-        self.estimator, self.num_heads, self.transform = estimator, num_heads, transform
-        self.num_features = checks.count(self.name, "num_features", num_features)
+        checks.count(self.name, "num_features", num_features)
         common = {"coupling": self.coupling, "num_heads": num_heads, "scale": self.options.scale, "seed": self.seed}
         if estimator in LEARNED:
             offset = bool(self.options.near or self.options.sinks)
-            self.features = learned_features(estimator, self.head_dim, num_features, offset=offset, **common)
+            features = learned_features(estimator, self.head_dim, num_features, offset=offset, **common)
         else:
-            self.features = DrawnFeatures(
-                self.head_dim, num_features, estimator=estimator, transform=transform, **common
-            )
+            features = DrawnFeatures(self.head_dim, num_features, estimator=estimator, transform=transform, **common)
+        self.features, self.estimator, self.transform = features, estimator, transform
+        self.num_features, self.num_heads = num_features, num_heads
 
     def adopt_features(self, other: "FavorAttention") -> None:
         """Takes the features of another layer of the same head_dim, kernel, near blocks and sinks."""
