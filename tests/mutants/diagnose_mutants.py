@@ -101,8 +101,8 @@ DIAGNOSE = (
     ),
     Mutant(
         "calibrate: heads that never look far away have means of nothing",
-        FITTING,
-        "if alike or bool((moments.weight > 0).all()):",
+        "calibration/moments.py",
+        "if bool(looks.all()):",
         "if True:",
         diagnose("never_look_far"),
     ),
