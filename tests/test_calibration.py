@@ -290,10 +290,10 @@ def test_listening_leaves_modes_alone() -> None:
 def test_a_model_that_was_listened_to_can_go() -> None:
     listened = bert()
     collect(listened, [torch.randint(0, 30, (1, 20))], op="test", exact=True)
-    watched = weakref.ref(listened)
+    watched = [weakref.ref(listened), weakref.ref(listened.encoder.layer[0].attention.self)]
     del listened
     gc.collect()
-    assert watched() is None
+    assert [reference() for reference in watched] == [None, None]
 
 
 def test_a_model_is_calibrated_in_place() -> None:
