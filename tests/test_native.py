@@ -64,6 +64,8 @@ class PerQueryHead(NativeFavor):
         "linear-softplus": lambda: NativeLinear(D, feature_map="softplus", backend="cpu"),
         "linear-relu2": lambda: NativeLinear(D, feature_map="relu2", num_features=9, coupling="iid", backend="cpu"),
         "linear-exp": lambda: NativeLinear(D, feature_map="exp", backend="cpu"),
+        "linear-whole-vectors": lambda: NativeLinear(32, backend="cpu"),  # read where they lie
+        "favor-whole-vectors": lambda: NativeFavor(32, 48, near=8, sinks=2, backend="cpu"),
         "favor": lambda: NativeFavor(D, 16, near=8, sinks=2, backend="cpu"),
         "favor-paper": lambda: NativeFavor(D, 16, near=0, sinks=0, backend="cpu"),
         "favor-sinks": lambda: NativeFavor(D, 16, near=0, sinks=3, num_heads=2, backend="cpu"),
@@ -123,14 +125,16 @@ CUT = {
     "linear-relu": lambda: LinearAttention(66, feature_map="relu"),
     "linear-projected": lambda: LinearAttention(20, feature_map="softplus", num_features=40),
     "linear-exp": lambda: LinearAttention(50, feature_map="exp"),
+    "linear-whole-vectors": lambda: LinearAttention(64),
+    "favor-whole-vectors": lambda: FavorAttention(32, 64, near=32, sinks=4),
 }
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("name", CUT)
-@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_parts_of_a_head_sum_up(name: str, count: int, causal: bool) -> None:
-    """More threads than heads: slices of FAVOR's features, stretches of linear attention's tokens."""
+    """More threads than heads: slices of FAVOR's features, stretches of linear attention's tokens. One: whole heads."""
     with threads(count):
         assert_engines_agree(CUT[name](), 333, causal=causal)
 
@@ -212,6 +216,38 @@ def test_results_do_not_depend_on_what_other_threads_do(name: str) -> None:
         grads = [gradients(out, inputs) for out in outs]
     assert all(torch.equal(out, outs[0]) for out in outs)
     assert all(torch.equal(g, w) for got in grads for g, w in zip(got, grads[0], strict=True))
+
+
+@pytest.mark.parametrize("feature_map", ["elu1", "softplus", "relu2"])
+def test_small_slopes_keep_their_digits(feature_map: str) -> None:
+    """Gradients are found from features alone, those of tokens with tiny features included: token by token, at most twice
+    what torch loses in float32."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.logspace(-5, 0, 30) if feature_map == "relu2" else torch.linspace(-14, 3, 30)
+    q, k = sizes.double()[:, None] * (1 + 0.1 * torch.randn(2, 30, 4, generator=generator, dtype=torch.float64))
+    k = k.flip(0)
+    double = [t[None, None] for t in (q, k, torch.randn(30, 4, generator=generator, dtype=torch.float64))]
+
+    def run(backend: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        attention = LinearAttention(4, feature_map=feature_map, backend=backend)
+        leaves = [t.to(dtype).requires_grad_() for t in double]
+        return torch.autograd.grad(attention(*leaves).square().sum(), leaves)
+
+    def errors(got: Tensor, want: Tensor) -> Tensor:
+        return (got - want).norm(dim=-1) / want.norm(dim=-1)
+
+    native, peer = run("cpu", torch.float32), run("torch", torch.float32)
+    for name, got, theirs, want in zip("qkv", native, peer, run("torch", torch.float64), strict=True):
+        assert bool((errors(got, want) <= 1e-5 + 2 * errors(theirs, want)).all()), name
+
+
+def test_a_sum_too_small_to_be_inverted() -> None:
+    """1 / 2e-39 is no number in float32, yet the average of one value is that value."""
+    attention = LinearAttention(8, feature_map="relu", backend="cpu")
+    q, k, v = torch.ones(1, 1, 3, 8), torch.full((1, 1, 3, 8), 2e-39), torch.randn(1, 1, 3, 8)
+    out = attention(q, k, v, causal=True)
+    assert_close(out[:, :, 0], v[:, :, 0], 1e-5, "output")
+    assert bool(out.isfinite().all())
 
 
 def test_nan_in_a_token_that_counts_is_seen() -> None:

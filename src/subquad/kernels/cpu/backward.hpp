@@ -12,7 +12,7 @@ struct OwnedFold : Fold {
   OwnedFold(const View& v, int tokens) : Fold{} {
     const long n = padded(tokens) * v.M;
     memory = new_buffer(n + 3L * v.M);
-    weights = slopes = memory.get();
+    weights = memory.get();
     decay = weights + n, max = decay + v.M, total = max + v.M;
   }
   Buffer memory;
@@ -23,7 +23,7 @@ class BackwardTask {
   // grad: gradient of the far field (its maxima are not used), from block to block.
   BackwardTask(const View& view, const Backward& saved, Field grad, GradientWindow window)
       : v(with_maps(view)), saved_(saved), grad_(grad), window_(window), r_(Rows::allocate(view, true)), near_(view, &window_) {
-    scout_ = Keys::allocate(v, v.p.near_blocks ? v.p.block : TILE, false, false);
+    scout_ = Keys::allocate(v, v.p.near_blocks ? v.p.block : TILE, true, false, false);
     work_ = Field::over(v, pool().take(Field::size(v)));
     allocate_tiles();
     allocate_map_gradients();
@@ -40,6 +40,7 @@ class BackwardTask {
     }
     for (long i = to - 1; i >= from; --i) {
       const long b = pass.block(i);
+      expect(pass.block(i - v.p.blocks_per_segment), pass.block(i - 1));  // segments begin by folding their keys
       Fold* folds = &folds_[(i - from) * folds_per_block()];
       if (pass.kind == Pass::OWN)
         own(b, states_[i - from], folds);
@@ -54,10 +55,12 @@ class BackwardTask {
     reserve_segment(1);
   }
   void scatter(long b) {
+    expect(View::NO_BLOCK, b + 1);
     near_.attend_to_sinks(b);
     block_rows(b, work_);
   }
   void gather(long b) {
+    expect(b + 1, View::NO_BLOCK);
     Keys& block = near_.block(b);
     make_fold(v, block, 0, block.count, work_.max, true, folds_[0]);
     fold_backward(block, folds_[0]);
@@ -79,10 +82,10 @@ class BackwardTask {
     near_.give_back_all();
     const long place = long(v.slice) * v.sequences() + v.sequence();
     if (v.p.sinks) {
-      add_rows(near_.sinks.grad, padded(v.D), v.p.sinks, v.D, v.p.root, 0, v.p.sinks,
-               saved_.sink_k + place * v.p.sinks * v.D, 0);
-      add_rows(near_.sinks.value_grad, v.height, v.p.sinks, v.V, 1, 0, v.p.sinks,
-               saved_.sink_v + place * v.p.sinks * v.V, 0);
+      copy_rows<true>(near_.sinks.grad, padded(v.D), v.p.sinks, v.D, v.p.root, 0, v.p.sinks,
+                      saved_.sink_k + place * v.p.sinks * v.D, 0);
+      copy_rows<true>(near_.sinks.value_grad, v.height, v.p.sinks, v.V, 1, 0, v.p.sinks,
+                      saved_.sink_v + place * v.p.sinks * v.V, 0);
     }
     const long row = v.sequence() * v.p.num_features + v.first;
     add_map(map_.query, saved_.query, row);
@@ -104,7 +107,7 @@ class BackwardTask {
     dlogs_ = pool().take(n * v.M);
     key_dlogs_ = pool().take(n * v.M);
     scratch_ = v.p.rule == GROUPS ? pool().take(n * v.M) : nullptr;
-    slopes_ = v.logarithmic() ? nullptr : pool().take(n * v.M);
+    fold_total_ = pool().take(v.M);
     dx_ = pool().take(n * padded(v.D));
     if (v.p.near_blocks || !v.p.causal) return;
     scores_ = pool().take(n * n);
@@ -127,7 +130,16 @@ class BackwardTask {
   void reserve_segment(long blocks) {
     while (long(states_.size()) < blocks) states_.push_back(Field::over(v, pool().take(Field::size(v))));
     while (long(folds_.size()) < blocks * folds_per_block())
-      folds_.push_back(Fold::allocate(v, std::min(TILE, v.p.block), true));
+      folds_.push_back(Fold::allocate(v, std::min(TILE, v.p.block)));
+  }
+
+  // Blocks of keys and of rows that come next.
+  void expect(long keys, long rows) const {
+    ahead().forget();
+    v.expect_rows(v.p.q, rows, v.D);
+    v.expect_rows(saved_.grad_out, rows, v.V);
+    v.expect_rows(saved_.out, rows, v.V);
+    v.expect_keys(keys);
   }
 
   // Keys --------------------------------------------------------------------------------------------------------------
@@ -144,25 +156,31 @@ class BackwardTask {
     if (other < 0) return;
     const long begin = other * v.p.block;
     const bool cut = pass.kind == Pass::OWN;  // as the forward cut it
-    scout_.load(v, begin, cut ? int(std::min<long>(v.p.block, v.p.length - begin)) : v.p.block);
     Fold* folds = &folds_[place * folds_per_block()];
+    if (v.in_place()) scout_.lanes = folds->weights;  // where they are to stay
+    scout_.load(v, begin, cut ? int(std::min<long>(v.p.block, v.p.length - begin)) : v.p.block);
     for (int i = 0; i < scout_.count; i += TILE, ++folds) {
       make_fold(v, scout_, i, std::min(TILE, scout_.count - i), work_.max, false, *folds, &work_);
     }
   }
 
-  // key_dlogs = gradient of the weights of a fold; values get theirs.
+  // key_dlogs = gradient of the weights of a fold, less the totals', which are added at last; values get theirs.
   SUBQUAD_STAGE void fold_gradient(Keys& block, const Fold& fold) {
     const int tokens = fold.panel_count * PANEL;
     const float* values = block.value_lanes + long(fold.begin) * v.V;
     multiply(v.M, tokens, v.V, panels(grad_.sum, v.M), {values, long(v.V) * PANEL}, in_panels(key_dlogs_, v.M));
-    each_vector(v.M, fold.panel_count, key_dlogs_, [&](float* x, int m, int) { store(x, load(x) + splat(grad_.total[m])); });
+    std::copy(grad_.total, grad_.total + v.M, fold_total_);
     add_product(tokens, v.V, v.M, transposed(fold.weights, v.M), {grad_.sum, long(v.M) * PANEL},
                 in_rows(block.value_grad + fold.begin * v.height, v.height));
   }
   SUBQUAD_STAGE void finish_fold(Keys& block, const Fold& fold) {
-    for (long i = 0; i < long(fold.panel_count) * v.M * PANEL; i += LANES)
-      store(key_dlogs_ + i, load(key_dlogs_ + i) * load(fold.slopes + i));
+    with_kind(v.p.kind, [&](auto kind) {
+      constexpr int KIND = decltype(kind)::value;
+      each_vector(v.M, fold.panel_count, key_dlogs_, [&](float* x, int m, int t) {
+        const Vec gain = slope<KIND>(load(fold.weights + (x - key_dlogs_)), load(block.fold + fold.begin + t));
+        store(x, (load(x) + splat(fold_total_[m])) * gain);
+      });
+    });
     keys_backward(v, block, fold, key_dlogs_, scratch_, map_);
   }
   void fold_backward(Keys& block, const Fold& fold) {
@@ -257,7 +275,7 @@ class BackwardTask {
     if (v.logarithmic())
       query_logs(v, state.max, r_);
     else
-      query_elementwise(v, state.total, r_, slopes_);
+      query_elementwise(v, r_);
     for (int t = 0; t < r_.height(); ++t) {
       const bool there = t < count;
       largest_[t] = r_.far[t];
@@ -284,47 +302,46 @@ class BackwardTask {
       out_stage_.read(saved_.out, v.p.dtype, v.b, r_.head, r_.token + i, 1, there);
       Vec sums[LANES] = {};
       for (int j = 0; j < LANES; ++j)
-        for (int d = 0; d < v.V; d += LANES) sums[j] -= load(grad_stage_.row(j) + d) * load(out_stage_.row(j) + d);
+        for (int d = 0; d < v.V; d += LANES) sums[j] -= grad_stage_.at(j, d) * out_stage_.at(j, d);
       store(minus_dot_ + i, sums_across(sums));
-      grad_stage_.to_lanes(i, grad_lanes_);
-      grad_stage_.to_columns(i, r_.height(), grad_columns_);
+      grad_stage_.write(i, r_.height(), grad_lanes_, grad_columns_);
     }
   }
 
-  // Weights under the saved normaliser, and what turns their gradient into that of the logs (or arguments).
-  SUBQUAD_STAGE const float* normalise_weights() {
-    if (v.logarithmic()) {
-      each_vector(v.M, r_.panel_count, r_.weights, [&](float* x, int, int t) { store(x, vexp(load(x) - load(r_.far + t))); });
-      return r_.weights;
-    }
-    each_vector(v.M, r_.panel_count, r_.weights, [&](float* x, int, int t) {
-      float* slope = slopes_ + (x - r_.weights);
-      store(x, load(x) / load(r_.sum + t));
-      store(slope, load(slope) / load(r_.sum + t));
+  // Weights under the saved normaliser.
+  SUBQUAD_STAGE void normalise_weights() {
+    const auto each = [&](auto work) { each_vector(v.M, r_.panel_count, r_.weights, work); };
+    if (v.logarithmic()) return each([&](float* x, int, int t) { store(x, vexp(load(x) - load(r_.far + t))); });
+    for (int t = 0; t < r_.height(); t += LANES) store(r_.unit + t, load(r_.unit + t) / load(r_.sum + t));
+    each([&](float* x, int, int t) { store(x, load(x) * load(r_.unit + t)); });
+  }
+  // From the gradient of the weights, less the totals' part, that of the logs (or arguments).
+  SUBQUAD_STAGE void finish_rows(const Field& state) {
+    with_kind(v.p.kind, [&](auto kind) {
+      constexpr int KIND = decltype(kind)::value;
+      each_vector(v.M, r_.panel_count, dlogs_, [&](float* x, int m, int t) {
+        const Vec gain = slope<KIND>(load(r_.weights + (x - dlogs_)), load(r_.unit + t));
+        store(x, (load(x) + splat(state.total[m]) * load(minus_dot_ + t)) * gain);
+      });
     });
-    return slopes_;
   }
 
   void rows_backward(int group, int offset, const Field& state, Keys* own, const Fold* fold) {
     load_gradient();
-    const float* gain = normalise_weights();
+    normalise_weights();
     const int tall = int(r_.height());
     const Right g_lanes{grad_lanes_, long(v.V) * PANEL};
     multiply(v.M, tall, v.V, panels(state.sum, v.M), g_lanes, in_panels(dlogs_, v.M));
-    each_vector(v.M, r_.panel_count, dlogs_, [&](float* x, int m, int t) {
-      store(x, load(x) + splat(state.total[m]) * load(minus_dot_ + t));
-    });
     add_to_field();
     if (own) own_backward(*own, *fold);
-    for (long i = 0; i < long(tall) * v.M; i += LANES) store(dlogs_ + i, load(dlogs_ + i) * load(gain + i));
-    std::fill(dx_, dx_ + tall * padded(v.D), 0.0f);
+    finish_rows(state);
     queries_backward(v, r_, dlogs_, scratch_, map_, dx_);
     if (!near_.exact.empty()) {
       std::fill(r_.sum, r_.sum + tall, 0.0f);
       exact_rows(offset);
     }
     float* to = window_.q + group * window_.tokens * v.D;
-    add_rows(dx_, padded(v.D), r_.count, v.D, v.p.root, r_.token, v.p.length, to, window_.first);
+    give_rows(window_, dx_, padded(v.D), r_.count, v.D, v.p.root, r_.token, v.p.length, to, window_.first);
   }
 
   // What the rows say to the field.
@@ -375,7 +392,7 @@ class BackwardTask {
       for (int s = 0; s < seen; ++s) {
         float *score = scores + s * PANEL, *grad = dscores + s * PANEL;
         for (int i = 0; i < PANEL; i += LANES) store(grad + i, load(grad + i) + load(minus_dot_ + j * PANEL + i));
-        for (int i = 0; i < s - j * PANEL; ++i) score[i] = grad[i] = 0;  // rows before the key
+        hide_rows(score, s - j * PANEL), hide_rows(grad, s - j * PANEL);
       }
       transpose_scores(dscores, seen, j);
       multiply_panel<true>(v.M, seen, panels(fold.weights, v.M), dscores, dlogs_ + long(j) * v.M * PANEL, PANEL);
@@ -399,7 +416,7 @@ class BackwardTask {
   std::vector<Field> states_;
   std::vector<Fold> folds_;
   MapGradients map_{};
-  float *grad_lanes_, *grad_columns_, *minus_dot_, *dlogs_, *key_dlogs_, *scratch_, *slopes_, *dx_;
+  float *grad_lanes_, *grad_columns_, *minus_dot_, *dlogs_, *key_dlogs_, *fold_total_, *scratch_, *dx_;
   float *scores_ = nullptr, *dscores_ = nullptr, *dscores_transposed_ = nullptr;
   float largest_[TILE];
   Stage grad_stage_, out_stage_;

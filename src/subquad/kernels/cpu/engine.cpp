@@ -8,6 +8,7 @@ namespace subquad {
 // Heads in parallel; where they are too few, slices of their features or stretches of their tokens.
 static void forward(const Problem& p, const Forward& f) {
   const Passes passes = passes_of(p);
+  prefer_large_pages(f.out, task_count(p) / p.slices * p.groups * p.length * p.value_dim);
   if (p.slices > 1) return forward_in_slices(p, passes, f);
   if (p.stretches > 1) return forward_in_stretches(p, passes, f);
 #pragma omp parallel for schedule(dynamic) num_threads(p.threads)
@@ -16,7 +17,7 @@ static void forward(const Problem& p, const Forward& f) {
 
 static void backward(const Problem& p, const Backward& saved) {
   const Passes passes = passes_of(p);
-  clear_gradients(p, saved);
+  open_gradients(p, saved);
   if (p.slices > 1) return backward_in_slices(p, passes, saved);
   if (p.stretches > 1) return backward_in_stretches(p, passes, saved);
 #pragma omp parallel for schedule(dynamic) num_threads(p.threads)

@@ -16,7 +16,8 @@ inline void each_vector(int features, int panel_count, float* lanes, Work work) 
     }
 }
 
-// `W x` for tokens in lanes [D][tokens], W [M][D] in panels; without W the numbers themselves. Some features or all.
+// `W x` for tokens in lanes [D][tokens], W [M][D] in panels; without W the numbers themselves, which stay where they
+// are if features are made in place. Some features or all.
 SUBQUAD_STAGE inline void project(const View& v, const float* weight, const float* lanes, int panel_count, float* out,
                                   int begin, int count) {
   if (weight) {
@@ -24,12 +25,25 @@ SUBQUAD_STAGE inline void project(const View& v, const float* weight, const floa
              in_panels(out + begin * PANEL, v.M));
     return;
   }
-  for (int j = 0; j < panel_count; ++j)
+  for (int j = 0; j < panel_count && out != lanes; ++j)
     std::memcpy(out + (long(j) * v.M + begin) * PANEL, lanes + (long(j) * v.D + v.first + begin) * PANEL,
                 count * PANEL * sizeof(float));
 }
 inline void project(const View& v, const float* weight, const float* lanes, int panel_count, float* out) {
   project(v, weight, lanes, panel_count, out, 0, v.M);
+}
+
+// Calls `work` with the kind as a constant: a switch for every vector would cost as much as what it chooses.
+template <class Work>
+inline void with_kind(int kind, Work work) {
+  switch (kind) {
+    case ELU1: return work(std::integral_constant<int, ELU1>());
+    case RELU: return work(std::integral_constant<int, RELU>());
+    case RELU2: return work(std::integral_constant<int, RELU2>());
+    case SOFTPLUS: return work(std::integral_constant<int, SOFTPLUS>());
+    case IDENTITY: return work(std::integral_constant<int, IDENTITY>());
+    default: return work(std::integral_constant<int, EXP>());
+  }
 }
 
 // Subtracts the log-sum-exp of each group of features (rule GROUPS).
@@ -70,26 +84,31 @@ inline void normalise_groups_backward(const View& v, const float* weight, const 
       }
 }
 
-inline __attribute__((always_inline)) Vec elementwise(int kind, Vec x) {
-  switch (kind) {
-    case ELU1: return x < Vec{} ? vexp(x) : x + 1.0f;
-    case RELU: return x < Vec{} ? Vec{} : x;
-    case RELU2: return x < Vec{} ? Vec{} : x * x;
-    case SOFTPLUS:
-      for (int i = 0; i < LANES; ++i) x[i] = x[i] > 20 ? x[i] : std::log1p(std::exp(x[i]));
-      return x;
-    default: return x;
-  }
+template <int KIND>
+inline __attribute__((always_inline)) Vec elementwise(Vec x) {
+  if constexpr (KIND == ELU1) return x < Vec{} ? vexp(x) : x + 1.0f;
+  if constexpr (KIND == RELU) return x < Vec{} ? Vec{} : x;
+  if constexpr (KIND == RELU2) return x < Vec{} ? Vec{} : x * x;
+  if constexpr (KIND == SOFTPLUS)
+    for (int i = 0; i < LANES; ++i) x[i] = x[i] > 20 ? x[i] : std::log1p(std::exp(x[i]));
+  return x;
 }
-inline __attribute__((always_inline)) Vec slope(int kind, Vec x) {
-  const Vec one = splat(1);
-  switch (kind) {
-    case ELU1: return x < Vec{} ? vexp(x) : one;
-    case RELU: return x > Vec{} ? one : Vec{};
-    case RELU2: return x > Vec{} ? x + x : Vec{};
-    case SOFTPLUS: return one / (one + vexp(-x));
-    default: return one;
-  }
+
+// 1 - exp(-x) for x >= 0.
+inline __attribute__((always_inline)) Vec one_minus_exp(Vec x) {
+  const Vec series = x - x * x * (1 / 2.0f - x * (1 / 6.0f - x * (1 / 24.0f - x * (1 / 120.0f))));
+  return x < splat(0.125f) ? series : 1 - vexp(-x);
+}
+
+// The derivative of unit * phi(x) by x, from what it is: no argument has to be kept, and no exponential done again.
+template <int KIND>
+inline __attribute__((always_inline)) Vec slope(Vec weight, Vec unit) {
+  if constexpr (KIND == EXP) return weight;
+  if constexpr (KIND == ELU1) return vmin(unit, weight);
+  if constexpr (KIND == RELU) return weight > Vec{} ? unit : Vec{};
+  if constexpr (KIND == RELU2) return 2 * vsqrt(weight) * vsqrt(unit);
+  if constexpr (KIND == SOFTPLUS) return unit * one_minus_exp(weight / (unit > Vec{} ? unit : splat(1)));
+  return unit;
 }
 
 // Keys ----------------------------------------------------------------------------------------------------------------
@@ -99,15 +118,12 @@ struct Fold {
   int begin, panel_count;  // tokens of the block from `begin` on
   bool decays;             // whether any maximum moves
   float *weights;          // [M][tokens] in lanes, relative to the new maxima
-  float *slopes;           // the same shape: derivative of the weights (backward; EXP: the weights themselves)
   float *decay, *max;      // [M] what the field shrinks by; the maxima after
   float *total;            // [M] sums of the weights
 
-  static Fold allocate(const View& v, int tokens, bool backward) {
-    const long n = padded(tokens) * v.M;
+  static Fold allocate(const View& v, int tokens) {
     Fold fold{};
-    fold.weights = pool().take(n);
-    fold.slopes = v.logarithmic() ? fold.weights : backward ? pool().take(n) : nullptr;
+    fold.weights = pool().take(padded(tokens) * v.M);
     fold.decay = pool().take(v.M);
     fold.max = pool().take(v.M);
     fold.total = pool().take(v.M);
@@ -149,20 +165,22 @@ SUBQUAD_STAGE inline void fold_exponential(const View& v, const float* scalar, f
 }
 
 SUBQUAD_STAGE inline void fold_elementwise(const View& v, const float* alive, int begin, int count, Fold& fold) {
-  for (int m = begin; m < begin + count; m += LANES) {
-    const int some = std::min(LANES, begin + count - m);
-    Vec sums[LANES] = {};
-    for (int t = 0; t < fold.panel_count * PANEL; t += LANES)
-      for (int i = 0; i < some; ++i) {
-        const long at = (long(t / PANEL) * v.M + m + i) * PANEL + t % PANEL;
-        const Vec argument = load(fold.weights + at), weight = elementwise(v.p.kind, argument) * load(alive + t);
-        if (fold.slopes) store(fold.slopes + at, slope(v.p.kind, argument) * load(alive + t));
-        store(fold.weights + at, weight);
-        sums[i] += weight;
-      }
-    store_some(fold.total + m, sums_across(sums), some);
-    store_some(fold.decay + m, splat(1), some);
-  }
+  with_kind(v.p.kind, [&](auto kind) {
+    constexpr int KIND = decltype(kind)::value;
+    for (int m = begin; m < begin + count; m += LANES) {
+      const int some = std::min(LANES, begin + count - m);
+      Vec sums[LANES] = {};
+      for (int i = 0; i < some; ++i)
+        for (int t = 0; t < fold.panel_count * PANEL; t += LANES) {
+          float* x = fold.weights + (long(t / PANEL) * v.M + m + i) * PANEL + t % PANEL;
+          const Vec weight = elementwise<KIND>(load(x)) * load(alive + t);
+          store(x, weight);
+          sums[i] += weight;
+        }
+      store_some(fold.total + m, sums_across(sums), some);
+      store_some(fold.decay + m, splat(1), some);
+    }
+  });
 }
 
 // The tile's own part of the far field; the rest was scaled before. Some features or all.
@@ -184,6 +202,7 @@ SUBQUAD_STAGE inline void set_fold(const View& v, const Keys& keys, const Fold& 
 // if there is one.
 inline void make_fold(const View& v, const Keys& keys, int begin, int tokens, float* max, bool fixed, Fold& fold,
                       Field* field = nullptr) {
+  if (v.in_place()) fold.weights = keys.lanes + long(begin) * v.D;
   fold.begin = begin, fold.panel_count = int(padded(tokens) / PANEL), fold.decays = false;
   float scalar[TILE];
   for (int t = 0; t < fold.panel_count * PANEL; ++t) {
@@ -214,7 +233,8 @@ struct Rows {
   float *lanes, *columns;   // [D][tokens], [tokens][D]
   float *scalar;            // [tokens] common log-factor of a row's features
   float *weights;           // [M][tokens]
-  float *far, *exact;       // [tokens] what exponents are relative to, on two scales (see favor/problem.py); or the size
+  float *far, *exact;       // [tokens] what exponents are relative to, on two scales (see favor/problem.py)
+  float *unit;              // [tokens] what phi was multiplied by (not EXP)
   float *sum;               // [tokens] normaliser
   float *out;               // [tokens][V] in padded rows
 
@@ -223,9 +243,9 @@ struct Rows {
     Rows r;
     r.stage = Stage::allocate(v.D);
     r.lanes = pool().take(n * v.D);
-    r.columns = backward ? pool().take(n * padded(v.D)) : nullptr;
-    r.weights = pool().take(n * v.M);
-    for (float** x : {&r.scalar, &r.far, &r.exact, &r.sum}) *x = pool().take(n);
+    r.columns = backward && !v.in_place() ? pool().take(n * padded(v.D)) : nullptr;
+    r.weights = v.in_place() ? r.lanes : pool().take(n * v.M);
+    for (float** x : {&r.scalar, &r.far, &r.exact, &r.unit, &r.sum}) *x = pool().take(n);
     r.out = pool().take(n * v.height);
     return r;
   }
@@ -235,8 +255,7 @@ struct Rows {
     token = first, head = v.query_head(group), count = tokens, panel_count = int(padded(tokens) / PANEL);
     for (int i = 0; i < height(); i += LANES) {
       stage.read(v.p.q, v.p.dtype, v.b, head, first + i, v.p.root, [&](int j) { return i + j < count; });
-      stage.to_lanes(i, lanes);
-      if (columns) stage.to_columns(i, height(), columns);
+      stage.write(i, height(), lanes, columns);
       Vec factor{};
       if (v.query_norms) factor = squares(lanes, v.D, i) * splat(-v.query_norms / 2);
       if (v.offset_weight) factor += products(lanes, v.offset_weight, v.D, i) + splat(v.offset_bias);
@@ -279,34 +298,37 @@ SUBQUAD_STAGE inline void query_weights(const View& v, const float* total, Rows&
   }
 }
 
-// The largest feature of LANES rows.
-inline Vec query_size(const View& v, const Rows& r, int t) {
-  const float* phi = r.weights + long(t / PANEL) * v.M * PANEL + t % PANEL;
-  Vec size{};
-  for (int m = 0; m < v.M; ++m) size = vmax(size, vabs(load(phi + m * PANEL)));
-  return size > Vec{} ? size : splat(1);
+// phi(q), and in `unit` what makes the largest feature of a row 1: a row's own factor cancels, and without it tiny features
+// of queries and keys do not underflow together.
+SUBQUAD_STAGE inline void query_elementwise(const View& v, Rows& r) {
+  project(v, v.query_panels, r.lanes, r.panel_count, r.weights);
+  with_kind(v.p.kind, [&](auto kind) {
+    constexpr int KIND = decltype(kind)::value;
+    for (int t = 0; t < r.height(); t += LANES) {
+      float* x = r.weights + long(t / PANEL) * v.M * PANEL + t % PANEL;
+      Vec size{};
+      for (int m = 0; m < v.M; ++m, x += PANEL) {
+        const Vec phi = elementwise<KIND>(load(x));
+        store(x, phi);
+        size = vmax(size, vabs(phi));
+      }
+      store(r.unit + t, 1 / (size > Vec{} ? size : splat(1)));
+    }
+  });
 }
 
-// phi / size: a row's own factor cancels, and without it tiny features of queries and keys do not underflow together.
-// The size is left in `far`; `slopes`, where wanted, become dphi / size.
-SUBQUAD_STAGE inline void query_elementwise(const View& v, const float* total, Rows& r, float* slopes) {
-  project(v, v.query_panels, r.lanes, r.panel_count, r.weights);
-  each_vector(v.M, r.panel_count, r.weights, [&](float* x, int, int) {
-    const Vec argument = load(x);
-    if (slopes) store(slopes + (x - r.weights), slope(v.p.kind, argument));
-    store(x, elementwise(v.p.kind, argument));
-  });
+// unit phi, and what it weighs against the field's totals.
+SUBQUAD_STAGE inline void query_sums(const View& v, const float* total, Rows& r) {
   for (int t = 0; t < r.height(); t += LANES) {
-    const Vec size = query_size(v, r, t), inverse = splat(1) / size;
-    const long at = long(t / PANEL) * v.M * PANEL + t % PANEL;
+    float* x = r.weights + long(t / PANEL) * v.M * PANEL + t % PANEL;
+    const Vec unit = load(r.unit + t);
     Vec sum{};
-    for (int m = 0; m < v.M; ++m) {
-      const Vec weight = load(r.weights + at + m * PANEL) * inverse;
-      store(r.weights + at + m * PANEL, weight);
-      if (slopes) store(slopes + at + m * PANEL, load(slopes + at + m * PANEL) * inverse);
+    for (int m = 0; m < v.M; ++m, x += PANEL) {
+      const Vec weight = load(x) * unit;
+      store(x, weight);
       sum += weight * splat(total[m]);
     }
-    store(r.far + t, size), store(r.sum + t, sum);
+    store(r.sum + t, sum);
   }
 }
 
@@ -322,13 +344,13 @@ SUBQUAD_STAGE inline void sum_features(const View& v, int panel_count, const flo
   }
 }
 
-// dx [tokens][D] in padded rows += W^T grad, for grad [M][tokens] in lanes and W [M][D] in panels.
+// dx [tokens][D] in padded rows (+)= W^T grad, for grad [M][tokens] in lanes and W [M][D] in panels.
+template <bool ADD>
 SUBQUAD_STAGE inline void unproject(const View& v, const float* weight, int tokens, const float* grad, float* dx) {
   const long stride = padded(v.D);
-  if (weight) {
-    add_product(tokens, v.D, v.M, transposed(grad, v.M), {weight, long(v.M) * PANEL}, in_rows(dx, stride));
-    return;
-  }
+  if (weight)
+    return product<ADD>(tokens, v.D, v.M, transposed(grad, v.M), {weight, long(v.M) * PANEL}, in_rows(dx, stride));
+  if (!ADD && v.M < v.D) std::fill(dx, dx + tokens * stride, 0.0f);  // this slice has some of the numbers only
   for (int t = 0; t < tokens; t += LANES)
     for (int m = 0; m < v.M; m += LANES) {
       const int some = std::min(LANES, v.M - m);
@@ -337,7 +359,7 @@ SUBQUAD_STAGE inline void unproject(const View& v, const float* weight, int toke
       transpose(square);
       for (int i = 0; i < std::min(LANES, tokens - t); ++i) {
         float* to = dx + (t + i) * stride + v.first + m;
-        store_some(to, load_some(to, some) + square[i], some);
+        store_some(to, ADD ? load_some(to, some) + square[i] : square[i], some);
       }
     }
 }
@@ -359,13 +381,13 @@ struct MapGradients {
   float *query, *key, *key_bias, *offset_weight, *offset_bias;
 };
 
-// From the gradient of the logs (consumed) that of the tile's queries, dx [tokens][D] in padded rows.
+// From the gradient of the logs (consumed) that of the tile's queries, dx [tokens][D] in padded rows, which is overwritten.
 inline void queries_backward(const View& v, const Rows& r, float* grad, float* scratch, const MapGradients& into,
                              float* dx) {
   float row[TILE];
-  sum_features(v, r.panel_count, grad, row);
+  if (v.query_norms || v.offset_weight) sum_features(v, r.panel_count, grad, row);
   normalise_groups_backward(v, v.query_panels, r.lanes, r.panel_count, grad, scratch);
-  unproject(v, v.query_panels, r.count, grad, dx);
+  unproject<false>(v, v.query_panels, int(r.height()), grad, dx);
   if (v.query_norms) add_multiples(v, r.count, r.columns, r.height(), row, -v.query_norms, dx);
   if (into.query)
     add_product(v.M, v.D, int(r.height()), panels(grad, v.M), {r.columns, r.height() * PANEL},
@@ -388,11 +410,11 @@ inline void keys_backward(const View& v, Keys& keys, const Fold& fold, float* gr
   const float* columns = keys.columns + long(fold.begin) * PANEL;
   float* dy = keys.grad + fold.begin * padded(v.D);
   float row[TILE];
-  sum_features(v, fold.panel_count, grad, row);
+  if (v.key_norms) sum_features(v, fold.panel_count, grad, row);
   if (into.key_bias)
     each_vector(v.M, fold.panel_count, grad, [&](float* x, int m, int) { into.key_bias[m] += hsum(load(x)); });
   normalise_groups_backward(v, v.key_panels, keys.lanes + long(fold.begin) * v.D, fold.panel_count, grad, scratch);
-  unproject(v, v.key_panels, tokens, grad, dy);
+  unproject<true>(v, v.key_panels, tokens, grad, dy);
   if (v.key_norms) add_multiples(v, tokens, columns, keys.height, row, -v.key_norms, dy);
   if (into.key)
     add_product(v.M, v.D, tokens, panels(grad, v.M), {columns, keys.height * PANEL}, in_panels(into.key, v.M));

@@ -31,11 +31,18 @@ inline void merge_row(const View& v, const float* part, const float* part_norm, 
   norm[0] = far, norm[1] = exact;
 }
 
+// Scores of one key and PANEL rows, of which the first `count` come before it.
+inline void hide_rows(float* scores, int count) {
+  if (count <= 0) return;
+  store(scores, without_first(load(scores), count));
+  store(scores + LANES, without_first(load(scores + LANES), count - LANES));
+}
+
 class ForwardTask {
  public:
   ForwardTask(const View& view, Field field, Output output)
       : v(with_maps(view)), field_(field), to_(output), r_(Rows::allocate(view, false)), near_(view, nullptr) {
-    fold_ = Fold::allocate(v, TILE, false);
+    fold_ = Fold::allocate(v, TILE);
     if (v.p.near_blocks || !v.p.causal) return;
     scores_ = pool().take(TILE * TILE);
     before_ = Field::over(v, pool().take(Field::size(v)));
@@ -47,24 +54,31 @@ class ForwardTask {
 
   // near > 0, towards the end: exact on blocks b - 1, b (and b + 1), far on those up to b - 2.
   void along(long b) {
+    expect(b + (v.p.causal ? 1 : 2), b + 1);
     near_.attend_around(b);
     read_block(b);
     if (near_.there(b - 1)) fold_block(near_.block(b - 1));
   }
   // near > 0, towards the beginning: far on blocks from b + 2 on.
   void back(long b) {
+    expect(b, b - 1);
     near_.attend_to_nothing();
     read_block(b);
     if (near_.there(b + 1)) fold_block(near_.block(b + 1));
   }
   // near = 0, not causal: first all keys, then all queries.
-  void gather(long b) { fold_block(near_.block(b)); }
+  void gather(long b) {
+    expect(b + 1, View::NO_BLOCK);
+    fold_block(near_.block(b));
+  }
   void scatter(long b) {
+    expect(View::NO_BLOCK, b + 1);
     near_.attend_to_sinks(b);
     read_block(b);
   }
   // near = 0, causal.
   void own(long b) {
+    expect(b + 1, b + 1);
     near_.attend_to_sinks(b);
     const long begin = b * v.p.block;
     own_tokens(begin, int(std::min<long>(v.p.block, v.p.length - begin)));
@@ -73,6 +87,7 @@ class ForwardTask {
   // all keys before it.
   void prepare(long b, Keys& keys, Fold& fold, Field sum) const {
     const long begin = b * v.p.block;
+    expect(b + 1, View::NO_BLOCK);
     keys.load(v, begin, int(std::min<long>(v.p.block, v.p.length - begin)));
     std::fill(sum.max, sum.max + v.M, 0.0f);
     make_fold(v, keys, 0, keys.count, sum.max, true, fold);
@@ -80,10 +95,18 @@ class ForwardTask {
   }
   void read_prepared(const Keys& keys, const Fold& fold, Field before) {
     field_ = before, fold_ = fold;
+    expect(View::NO_BLOCK, keys.token / v.p.block + 1);
     for (int group = 0; group < v.p.groups; ++group) read_rows(group, keys.token, keys.count, 0, &keys);
   }
 
  private:
+  // Blocks of keys and of queries that come next.
+  void expect(long keys, long queries) const {
+    ahead().forget();
+    v.expect_keys(keys);
+    v.expect_rows(v.p.q, queries, v.D);
+  }
+
   void fold_block(const Keys& block) {
     for (int begin = 0; begin < block.count; begin += TILE) {
       make_fold(v, block, begin, std::min(TILE, block.count - begin), field_.max, false, fold_, &field_);
@@ -105,9 +128,9 @@ class ForwardTask {
       references(offset);
       std::fill(r_.sum, r_.sum + r_.height(), 0.0f);
     } else {
-      query_elementwise(v, field_.total, r_, nullptr);
+      query_elementwise(v, r_);
+      query_sums(v, field_.total, r_);
     }
-    std::fill(r_.out, r_.out + r_.height() * v.height, 0.0f);
     each_chunk(v, [&](int begin, int features) {
       if (v.logarithmic()) query_weights(v, field_.total, r_, begin, features);
       read_field(begin, features);
@@ -122,8 +145,12 @@ class ForwardTask {
   }
 
   SUBQUAD_STAGE void read_field(int begin, int count) {
-    add_product(int(r_.height()), v.V, count, transposed(r_.weights + begin * PANEL, v.M),
-                {field_.sum + begin * PANEL, long(v.M) * PANEL}, in_rows(r_.out, v.height));
+    const Transposed weights = transposed(r_.weights + begin * PANEL, v.M);
+    const Right sums{field_.sum + begin * PANEL, long(v.M) * PANEL};
+    if (begin == 0)
+      multiply(int(r_.height()), v.V, count, weights, sums, in_rows(r_.out, v.height));
+    else
+      add_product(int(r_.height()), v.V, count, weights, sums, in_rows(r_.out, v.height));
   }
 
   // The largest exponent of each row, as one point on two scales: far + scalar = exact.
@@ -149,7 +176,7 @@ class ForwardTask {
       Vec low = load(r_.sum + j * PANEL), high = load(r_.sum + j * PANEL + LANES);
       for (int s = 0; s < seen; ++s) {
         float* x = scores + s * PANEL;
-        for (int i = 0; i < s - j * PANEL; ++i) x[i] = 0;
+        hide_rows(x, s - j * PANEL);
         low += load(x), high += load(x + LANES);
       }
       store(r_.sum + j * PANEL, low), store(r_.sum + j * PANEL + LANES, high);
@@ -202,8 +229,12 @@ class ForwardTask {
 
   void write_linear(int group, int i) {
     float* out = to_.out_row(v, group, r_.token + i);
-    const float sum = r_.sum[i], divisor = sum != 0 ? sum : 1;
-    for (int j = 0; j < v.V; ++j) out[j] = r_.out[i * v.height + j] / divisor;
+    const float sum = r_.sum[i], divisor = sum != 0 ? sum : 1, inverse = 1 / divisor;
+    const float* row = r_.out + i * v.height;
+    if (std::isinf(inverse))  // of a number that is not
+      for (int j = 0; j < v.V; ++j) out[j] = row[j] / divisor;
+    else
+      for (int j = 0; j < v.V; ++j) out[j] = row[j] * inverse;
     *to_.norm_row(group, r_.token + i) = sum != 0 ? sum : INFINITE;
   }
 

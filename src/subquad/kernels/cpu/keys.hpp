@@ -8,18 +8,18 @@ struct Keys {
   long token = 0;      // of the first one
   int count = 0;       // tokens, dead ones included
   long height = 0;     // tokens with padding
-  float *lanes, *columns;              // [D][tokens], [tokens][D] (null unless wanted)
+  float *lanes, *columns;              // [D][tokens] for features, [tokens][D] for logits and gradients, or null
   float *value_lanes, *value_columns;  // [V][tokens] (backward only), [tokens][V]
   float *half_square;                  // [tokens] (only if features or logits use it)
   float *alive, *fold;                 // [tokens] 1 or 0: counts at all, enters the far field
   float *grad, *value_grad;            // [tokens][D], [tokens][V] in padded rows (backward only)
 
-  static Keys allocate(const View& v, int capacity, bool exact, bool backward) {
+  static Keys allocate(const View& v, int capacity, bool lanes, bool columns, bool backward) {
     Keys keys;
     keys.key_stage = Stage::allocate(v.D), keys.value_stage = Stage::allocate(v.V);
     const long n = padded(capacity), depth = padded(v.D);
-    keys.lanes = pool().take(n * v.D);
-    keys.columns = exact || backward ? pool().take(n * depth) : nullptr;
+    keys.lanes = lanes ? pool().take(n * v.D) : nullptr;
+    keys.columns = columns ? pool().take(n * depth) : nullptr;
     keys.value_columns = pool().take(n * v.height);
     keys.half_square = pool().take(n);
     keys.alive = pool().take(n);
@@ -49,13 +49,13 @@ struct Keys {
   void fill(const View& v, const Array& k, const Array& values) {
     for (int i = 0; i < height; i += LANES) {
       const auto lives = [&](int j) { return alive[i + j] != 0; };
-      key_stage.read(k, v.p.dtype, v.b, v.h, token + i, v.p.root, lives);
-      key_stage.to_lanes(i, lanes);
-      if (columns) key_stage.to_columns(i, height, columns);
-      if (v.key_norms) store(half_square + i, squares(lanes, v.D, i) * splat(0.5f));
+      if (lanes || columns) {
+        key_stage.read(k, v.p.dtype, v.b, v.h, token + i, v.p.root, lives);
+        key_stage.write(i, height, lanes, columns);
+      }
+      if (v.key_norms && lanes) store(half_square + i, squares(lanes, v.D, i) * splat(0.5f));
       value_stage.read(values, v.p.dtype, v.b, v.h, token + i, 1, lives);
-      if (value_lanes) value_stage.to_lanes(i, value_lanes);
-      value_stage.to_columns(i, height, value_columns);
+      value_stage.write(i, height, value_lanes, value_columns);
     }
   }
   Stage key_stage, value_stage;

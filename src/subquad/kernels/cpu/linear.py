@@ -12,6 +12,8 @@ from subquad.kernels.cpu.run import run_backward, run_forward
 from subquad.kernels.linear import LinearGradients, LinearInputs, LinearOptions
 from subquad.kernels.problem import Saved
 
+BLOCK = 32  # tokens: fewer products among the tokens of a block, which weigh more the fewer the features
+
 
 class _MapGradients(NamedTuple):
     query: Tensor
@@ -22,7 +24,7 @@ def border_count(length: int, heads: int, num_features: int, options: LinearOpti
     """How many states the forward keeps for the backward, however many heads there are."""
     if not options.borders:
         return 0
-    block = problem.block_size(0, options.chunk, length)
+    block = problem.block_size(0, options.chunk or BLOCK, length)
     return problem.border_count(length, block, num_features) if options.causal else 1
 
 
@@ -30,7 +32,7 @@ def _problem(inputs: LinearInputs, options: LinearOptions, keep: list[Tensor]) -
     q, k, v = inputs[:3]
     weight, alive = float32(inputs.weight), mask(inputs.alive, 1)
     num_features = k.shape[-1] if weight is None else weight.shape[1]
-    block = problem.block_size(0, options.chunk, q.shape[2])
+    block = problem.block_size(0, options.chunk or BLOCK, q.shape[2])
     return make_problem(
         *(q, k, v, keep),
         kind=KINDS.index(options.feature_map),

@@ -4,21 +4,28 @@
 
 namespace subquad {
 
-// Where gradients of one key head are added: rows of all its query heads, keys and values, from some token on.
+// Where gradients of one key head go: rows of all its query heads, keys and values, from some token on.
 struct GradientWindow {
   float *q, *k, *v;
   long first, tokens;          // queries of each head
   long key_first, key_tokens;
+  bool add;                    // to what is there; else every row comes once
 };
 
-// Adds rows with padding to dense ones, dropping what lies outside [0, limit).
-inline void add_rows(const float* __restrict__ from, long stride, int count, int width, float factor, long token,
-                     long limit, float* __restrict__ to, long first) {
+// Rows with padding, times `factor`, to dense ones, without those outside [0, limit).
+template <bool ADD>
+inline void copy_rows(const float* __restrict__ from, long stride, int count, int width, float factor, long token,
+                      long limit, float* __restrict__ to, long first) {
   for (int i = 0; i < count; ++i) {
     if (token + i < 0 || token + i >= limit) continue;
     float* __restrict__ row = to + (token + i - first) * width;
-    for (int d = 0; d < width; ++d) row[d] += factor * from[i * stride + d];
+    for (int d = 0; d < width; ++d) row[d] = factor * from[i * stride + d] + (ADD ? row[d] : 0);
   }
+}
+inline void give_rows(const GradientWindow& w, const float* from, long stride, int count, int width, float factor, long token,
+                      long limit, float* to, long first) {
+  const auto copy = w.add ? copy_rows<true> : copy_rows<false>;
+  copy(from, stride, count, width, factor, token, limit, to, first);
 }
 
 class Neighbours {
@@ -26,13 +33,15 @@ class Neighbours {
   // With a window, blocks collect gradients and hand them over when they leave.
   Neighbours(const View& view, const GradientWindow* window) : v(view), window_(window) {
     const bool near = v.p.near_blocks, backward = window != nullptr;
+    // The backward makes its features elsewhere, unless all keys share one field.
+    const bool lanes = !backward || !(near || v.p.causal) || v.p.rule == GROUPS || v.p.gaussian;
     slots_ = near ? 3 : 1;
     for (int i = 0; i < slots_; ++i) {
-      ring_[i] = Keys::allocate(v, near ? v.p.block : TILE, near, backward);
+      ring_[i] = Keys::allocate(v, near ? v.p.block : TILE, lanes, backward ? !v.in_place() : near, backward);
       held_[i] = NOTHING;
     }
     if (v.p.sinks) {
-      sinks = Keys::allocate(v, v.p.sinks, true, backward);
+      sinks = Keys::allocate(v, v.p.sinks, true, true, backward);
       sinks.load_sinks(v);
     }
     exact = Exact::allocate(v.p.sinks + (near ? 3L * v.p.block : 0), backward);
@@ -71,8 +80,8 @@ class Neighbours {
   SUBQUAD_STAGE void give_back(Keys& keys) {
     if (!window_) return;
     const GradientWindow& w = *window_;
-    add_rows(keys.grad, padded(v.D), keys.count, v.D, v.p.root, keys.token, v.p.key_length, w.k, w.key_first);
-    add_rows(keys.value_grad, v.height, keys.count, v.V, 1, keys.token, v.p.key_length, w.v, w.key_first);
+    give_rows(w, keys.grad, padded(v.D), keys.count, v.D, v.p.root, keys.token, v.p.key_length, w.k, w.key_first);
+    give_rows(w, keys.value_grad, v.height, keys.count, v.V, 1, keys.token, v.p.key_length, w.v, w.key_first);
     std::fill(keys.grad, keys.grad + keys.height * padded(v.D), 0.0f);
     std::fill(keys.value_grad, keys.value_grad + keys.height * v.height, 0.0f);
   }

@@ -24,10 +24,13 @@ inline void start_gradient(const View& v, const Pass& pass, const Backward& save
     grad.clear(v);
 }
 
+// Whether the gradient of one token is a sum: over slices, or over two sweeps.
+inline bool meets_rows_again(const Problem& p) { return p.slices > 1 || (p.near_blocks && !p.causal); }
+
 inline GradientWindow whole_window(const View& v, const Backward& saved) {
   const long heads = v.b * v.p.key_heads * v.p.groups + v.query_head(0), sequence = v.sequence();
   return {saved.q + heads * v.p.length * v.D, saved.k + sequence * v.p.key_length * v.D,
-          saved.v + sequence * v.p.key_length * v.V, 0, v.p.length, 0, v.p.key_length};
+          saved.v + sequence * v.p.key_length * v.V, 0, v.p.length, 0, v.p.key_length, meets_rows_again(v.p)};
 }
 
 inline void backward_alone(const View& v, const Passes& passes, const Backward& saved) {
@@ -56,7 +59,7 @@ struct Windows {
   GradientWindow of(const View& v, int slice) const {
     float* q = memory.get() + (v.sequence() * (v.p.slices - 1) + slice - 1) * size;
     float* k = q + tokens * v.p.groups * v.D;
-    return {q, k, k + key_tokens * v.D, first, tokens, key_first, key_tokens};
+    return {q, k, k + key_tokens * v.D, first, tokens, key_first, key_tokens, true};
   }
   GradientWindow open(const View& v, const Backward& saved) const {
     if (v.slice == 0) return whole_window(v, saved);
@@ -116,17 +119,18 @@ inline void backward_in_slices(const Problem& p, const Passes& passes, const Bac
   }
 }
 
-// Sets the gradients to zero, each thread a part of them.
-inline void clear_gradients(const Problem& p, const Backward& saved) {
+// Pages for the gradients, each thread a part of them; zeros where they are sums.
+inline void open_gradients(const Problem& p, const Backward& saved) {
   const long heads = long(p.batch) * p.key_heads;
   const long counts[] = {heads * p.groups * p.length * p.head_dim, heads * p.key_length * p.head_dim,
                          heads * p.key_length * p.value_dim};
   float* const all[] = {saved.q, saved.k, saved.v};
+  for (int i = 0; i < 3; ++i) prefer_large_pages(all[i], counts[i]);
 #pragma omp parallel for schedule(static) num_threads(p.threads)
   for (int part = 0; part < 3 * p.threads; ++part) {
     const long count = counts[part % 3], begin = count * (part / 3) / p.threads, end = count * (part / 3 + 1) / p.threads;
     touch_pages(all[part % 3] + begin, end - begin);
-    std::fill(all[part % 3] + begin, all[part % 3] + end, 0.0f);
+    if (meets_rows_again(p)) std::fill(all[part % 3] + begin, all[part % 3] + end, 0.0f);
   }
 }
 

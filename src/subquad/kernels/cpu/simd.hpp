@@ -42,6 +42,10 @@ inline Vec vmin(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 inline Vec vmax(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec vmin(Vec a, Vec b) { return a < b ? a : b; }
 #endif
+inline Vec vsqrt(Vec a) {
+  for (int i = 0; i < LANES; ++i) a[i] = std::sqrt(a[i]);
+  return a;
+}
 inline Vec vabs(Vec a) { return a < Vec{} ? -a : a; }
 
 // Folds the upper half onto the lower one until two numbers are left.
@@ -78,6 +82,13 @@ inline void store_some(float* p, Vec v, int count) {
   if (count >= LANES) return store(p, v);
   std::memcpy(p, &v, count * sizeof(float));
 }
+
+// Zeros in the first `count` places.
+template <int... I>
+inline Vec without_first(Vec v, int count, std::integer_sequence<int, I...>) {
+  return IVec{I...} < count ? Vec{} : v;
+}
+inline Vec without_first(Vec v, int count) { return without_first(v, count, std::make_integer_sequence<int, LANES>()); }
 
 // Two rows of a matrix, as vectors, trade blocks: numbers whose place has the bit HALF, from a, for those without, from b.
 template <int HALF, int... I>

@@ -86,7 +86,10 @@ class TokenStep {
   void features(const float* weight, const float* x) {
     for (int m = 0; m < v.M; ++m) logs_[m] = weight ? dot(weight + long(m) * v.D, x, v.D) : x[m];
     if (!v.logarithmic())
-      return each(logs_, v.M, [&](Vec y) { return elementwise(v.p.kind, y); });
+      return with_kind(v.p.kind, [&](auto kind) {
+        constexpr int KIND = decltype(kind)::value;
+        each(logs_, v.M, [](Vec y) { return elementwise<KIND>(y); });
+      });
     if (v.p.rule != GROUPS) return;
     const int size = v.p.num_features / v.p.rule_groups;
     for (int m = 0; m < v.M; m += size) {

@@ -116,7 +116,7 @@ inline void forward_causal(const View& v, const Pass& pass, const Forward& f) {
   const Pool* owner = &pool();
   pool().reset();
   std::vector<ReadyBlock> ready;
-  for (long i = 0; i < most; ++i) ready.push_back({Keys::allocate(v, TILE, false, false), Fold::allocate(v, TILE, false)});
+  for (long i = 0; i < most; ++i) ready.push_back({Keys::allocate(v, TILE, true, false, false), Fold::allocate(v, TILE)});
   FieldRow fields(v, most + 1);
   Field running = fields[most];
   running.begin(v);

@@ -68,44 +68,55 @@ inline float dot(const float* a, const float* b, int count) {
   return sum;
 }
 
-// LANES tokens on their way from memory into the layouts, as rows.
+// LANES tokens on their way from memory into the layouts: read where they lie if they are whole vectors of floats,
+// converted into rows of their own first if not.
 class Stage {
  public:
   static Stage allocate(int count) {
     Stage stage;
-    stage.count_ = count, stage.stride_ = padded(count);
-    stage.rows_ = pool().zeros(LANES * stage.stride_);  // what lies between count and stride stays zero
+    stage.count_ = count;
+    stage.rows_ = pool().zeros((LANES + 1) * padded(count));  // what lies between count and stride stays zero
     return stage;
   }
-  float* row(int i) const { return rows_ + i * stride_; }
-
-  // Token `first + i` into row i, for every i of which `there(i)` holds; zeros into the others.
+  // Token `first + i` becomes row i, times `factor`, for every i of which `there(i)` holds; the others are zeros.
   template <class There>
-  void read(const Array& a, int dtype, long b, long h, long first, float factor, There there) const {
-    for (int i = 0; i < LANES; ++i)
-      if (there(i))
-        read_token(a, dtype, b, h, first + i, count_, factor, row(i));
-      else
-        std::fill(row(i), row(i) + count_, 0.0f);
+  void read(const Array& a, int dtype, long b, long h, long first, float factor, There there) {
+    factor_ = splat(factor);
+    const bool in_place = dtype == FLOAT32 && count_ % LANES == 0;
+    for (int i = 0; i < LANES; ++i) {
+      float* own = rows_ + i * padded(count_);
+      row_[i] = rows_ + LANES * padded(count_);  // zeros
+      if (!there(i)) continue;
+      const long offset = b * a.batch + h * a.head + (first + i) * a.token;
+      if (!in_place) read_token(a.data, offset, dtype, count_, 1, own);
+      row_[i] = in_place ? static_cast<const float*>(a.data) + offset : own;
+    }
   }
-  // As tokens from `begin` on, a multiple of LANES.
-  void to_lanes(int begin, float* lanes) const {
+  Vec at(int i, int d) const { return load(row_[i] + d) * factor_; }
+
+  // As tokens from `begin` on, a multiple of LANES, in one layout or both.
+  void write(int begin, long height, float* lanes, float* columns) const {
     float* to = lanes + long(begin / PANEL) * count_ * PANEL + begin % PANEL;
     for (int d = 0; d < count_; d += LANES) {
       Vec square[LANES];
-      for (int i = 0; i < LANES; ++i) square[i] = load(row(i) + d);
+      for (int i = 0; i < LANES; ++i) square[i] = at(i, d);
+      if (columns) {
+        float* column = columns + (d / PANEL * height + begin) * PANEL + d % PANEL;
+        for (int i = 0; i < LANES; ++i) store(column + i * PANEL, square[i]);
+      }
+      if (!lanes) continue;
       transpose(square);
       for (int i = 0; i < std::min(LANES, count_ - d); ++i) store(to + (d + i) * PANEL, square[i]);
     }
-  }
-  void to_columns(int begin, long height, float* columns) const {
-    for (int i = 0; i < LANES; ++i) put_column(row(i), count_, begin + i, height, columns);
+    for (int d = (count_ + LANES - 1) / LANES * LANES; columns && d < padded(count_); d += LANES)
+      for (int i = 0; i < LANES; ++i) store(columns + (d / PANEL * height + begin + i) * PANEL + d % PANEL, Vec{});
   }
 
  private:
   int count_;
-  long stride_;
-  float* rows_;
+  Vec factor_;
+  float* rows_;  // [LANES + 1] converted tokens, and zeros
+  const float* row_[LANES];
 };
 
 // Products of each of LANES tokens in lanes [count][tokens], from `begin` on, with itself, or with `other` [count].

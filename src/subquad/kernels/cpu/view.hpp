@@ -44,6 +44,7 @@ struct View {
   }
 
   bool logarithmic() const { return p.kind == EXP; }
+  bool in_place() const { return !logarithmic() && !query; }  // features are made of the numbers, where they were read
   long blocks(long length) const { return (length + p.block - 1) / p.block; }
   long mask_row() const { return p.mask_batch > 1 ? b : 0; }
   bool counts(const uint8_t* mask, long token) const {
@@ -55,6 +56,25 @@ struct View {
   bool exact_turn(long block) const { return block % p.slices == slice; }
   long sequences() const { return long(p.batch) * p.key_heads; }
   long sequence() const { return b * p.key_heads + h; }
+
+  // A block that is read soon: its keys and values, or rows of all query heads that share them. None if it is not there.
+  static constexpr long NO_BLOCK = -2;
+  void expect_keys(long block) const {
+    expect(p.k, h, block, p.key_length, D);
+    expect(p.v, h, block, p.key_length, V);
+  }
+  void expect_rows(const Array& a, long block, int width) const {
+    for (int group = 0; group < p.groups; ++group) expect(a, query_head(group), block, p.length, width);
+  }
+
+ private:
+  void expect(const Array& a, long head, long block, long length, int width) const {
+    const long size = p.dtype == FLOAT32 ? 4 : 2;
+    const long first = std::max(0L, block * p.block), end = std::min(length, (block + 1) * p.block);
+    if (first >= end) return;
+    const char* data = static_cast<const char*>(a.data) + (b * a.batch + head * a.head + first * a.token) * size;
+    ahead().expect(data, a.token * size, end - first, width * size);
+  }
 };
 
 // The same view with its maps [M][D] in panels, kept in this thread's pool.
