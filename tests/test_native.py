@@ -220,8 +220,7 @@ def test_results_do_not_depend_on_what_other_threads_do(name: str) -> None:
 
 @pytest.mark.parametrize("feature_map", ["elu1", "softplus", "relu2"])
 def test_small_slopes_keep_their_digits(feature_map: str) -> None:
-    """Gradients are found from features alone, those of tokens with tiny features included: token by token, at most twice
-    what torch loses in float32."""
+    """Gradients are found from features alone: token by token, tiny ones too, at most twice what torch loses."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.logspace(-5, 0, 30) if feature_map == "relu2" else torch.linspace(-14, 3, 30)
     q, k = sizes.double()[:, None] * (1 + 0.1 * torch.randn(2, 30, 4, generator=generator, dtype=torch.float64))

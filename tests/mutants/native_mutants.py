@@ -160,7 +160,7 @@ NATIVE = (
     Mutant(
         "keys of a segment are kept in one place",
         CPU + "backward.hpp",
-        "    if (v.in_place()) scout_.lanes = folds_[place].weights;  // where they are to stay\n",
+        "    if (v.in_place()) scout_.lanes = folds->weights;  // where they are to stay\n",
         "",
         native("linear and gradients_equal"),
     ),
