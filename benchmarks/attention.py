@@ -92,10 +92,7 @@ def listed(numbers: list[int]) -> str:
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, cases: list[Case]) -> None:
     """Complains now, not after minutes of measuring; fills in the lengths that were not given."""
-    if options.output and not options.output.parent.is_dir():
-        parser.error(f"--output: there is no folder {options.output.parent}")
-    if options.output and options.output.is_dir():
-        parser.error(f"--output: {options.output} is a folder")
+    check_output(parser, options.output)
     for part in options.only or []:
         if not any(part in case.name for case in cases):
             parser.error(f"--only: no case is called {part!r}; there are {', '.join(case.name for case in cases)}")
@@ -108,6 +105,13 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, 
         parser.error("--directions: decode is causal")
     options.lengths = sorted(set(options.lengths or LENGTHS))  # shorter ones foretell the longer
     options.contexts = sorted(set(options.contexts or CONTEXTS))
+
+
+def check_output(parser: argparse.ArgumentParser, output: Path | None) -> None:
+    if output and not output.parent.is_dir():
+        parser.error(f"--output: there is no folder {output.parent}")
+    if output and output.is_dir():
+        parser.error(f"--output: {output} is a folder")
 
 
 # The run --------------------------------------------------------------------------------------------------------------

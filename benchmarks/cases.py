@@ -20,6 +20,7 @@ from subquad.testing import relative_error
 MODES = ("forward", "forward+backward", "decode")
 EXACT = "sdpa"
 FEATURES = 256
+HALF = "favor, half"  # with half of the features
 TOLERANCE = 1e-5  # float32 against float64; the worst of our cases is near 2e-6
 STEPS = 64  # tokens decoded per sample: as many as a near block, so each sample folds one block
 GATE_LENGTH = 200  # tokens: enough for a far field behind the near blocks, and for a block that is not full
@@ -131,14 +132,17 @@ def our_cases() -> tuple[list[Case], list[str]]:
         if library.AVAILABLE:
             cases.append(_ours(name, mechanism, backend="cpu", **options))
         cases.append(_ours(f"{name} (torch)", mechanism, backend="torch", **options))
-    if not library.AVAILABLE:
+    if library.AVAILABLE:
+        cases.append(_ours(HALF, "favor", num_features=FEATURES // 2, backend="cpu"))
+    else:
         notes.append(f"no native engine, so only torch's: {library.PROBLEM}")
     return [*cases, *map(_sparse, SPARSE)], notes
 
 
 def _ours(name: str, mechanism: str, **options: object) -> Case:
     make = partial(_attention, mechanism, options)
-    return Case(name, partial(Ours, make), mechanism=make, features=FEATURES if mechanism == "favor" else 0)
+    features = options["num_features"] if mechanism == "favor" else 0
+    return Case(name, partial(Ours, make), mechanism=make, features=cast(int, features))
 
 
 def _sparse(name: str) -> Case:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -55,6 +56,27 @@ def test_powers_of_growth_are_right(tmp_path: Path) -> None:
     assert "| linear | 1.00 | 4.00 | 16 | 1.00 |" in rows
     assert "| square | 1,000 | 16,000 | 256,000 | 2.00 |" in rows
     assert "| square | 1 | 4 | 16 | 1.00 |" in rows
+
+
+@pytest.mark.skipif(not library.AVAILABLE, reason="measures the native engine")
+def test_scaling_in_miniature(tmp_path: Path) -> None:
+    output = tmp_path / "scaling.json"
+    small = ["--tokens", "40", "--lengths", "30", "70", "--repeats", "2", "--output", str(output)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "scaling.py"), *small]
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(output.read_text())
+    assert len(report["threads"]) == 2 * 3 * 2 * 2  # mechanisms, numbers of heads, directions, modes
+    for record in report["threads"]:
+        assert record["times_faster"] == min(record["one_seconds"]) / min(record["all_seconds"])
+    assert [(r["mechanism"], r["tokens"]) for r in report["lengths"]] == [
+        *(("linear", 30), ("linear", 70), ("favor", 30), ("favor", 70))
+    ]
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("scaling.py: error: there is one thread only")
 
 
 def test_benchmark_refuses_before_it_measures() -> None:
