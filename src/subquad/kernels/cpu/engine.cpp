@@ -8,7 +8,6 @@ namespace subquad {
 // Heads in parallel; where they are too few, slices of their features or stretches of their tokens.
 static void forward(const Problem& p, const Forward& f) {
   const Passes passes = passes_of(p);
-  prefer_large_pages(f.out, task_count(p) / p.slices * p.groups * p.length * p.value_dim);
   if (p.slices > 1) return forward_in_slices(p, passes, f);
   if (p.stretches > 1) return forward_in_stretches(p, passes, f);
 #pragma omp parallel for schedule(dynamic) num_threads(p.threads)

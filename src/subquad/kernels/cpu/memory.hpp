@@ -24,24 +24,17 @@ inline Buffer new_buffer(size_t count) {
   return Buffer(static_cast<float*>(::operator new(std::max<size_t>(count, 1) * 4, std::align_val_t(ALIGNMENT))));
 }
 
-#if defined(__linux__)
-// Advice on the whole pages of `size` bytes among these numbers, if there are enough of them to be worth a call.
-inline void advise(float* data, long count, uintptr_t size, int advice) {
-  const uintptr_t begin = (uintptr_t(data) + size - 1) / size * size, end = uintptr_t(data + count) / size * size;
-  constexpr uintptr_t LEAST = 1 << 18;
-  if (data && begin + LEAST < end) madvise(reinterpret_cast<void*>(begin), end - begin, advice);
-}
-// Fresh memory that will all be written: in pages of 2 MB where the system has them, which come five times as fast.
-inline void prefer_large_pages(float* data, long count) { advise(data, count, 1 << 21, MADV_HUGEPAGE); }
-// Asks for its pages at once: one by one, at first touch, they cost more than filling them.
+// Asks for the pages of fresh memory at once: one by one, at first touch, they cost more than filling them.
 inline void touch_pages(float* data, long count) {
+#if defined(__linux__)
   constexpr int POPULATE_WRITE = 23;  // MADV_POPULATE_WRITE of Linux 5.14; older ones refuse, and nothing is lost
-  advise(data, count, 4096, POPULATE_WRITE);
-}
+  constexpr uintptr_t PAGE = 4096;
+  const uintptr_t begin = (uintptr_t(data) + PAGE - 1) / PAGE * PAGE, end = uintptr_t(data + count) / PAGE * PAGE;
+  if (data && begin + 64 * PAGE < end) madvise(reinterpret_cast<void*>(begin), end - begin, POPULATE_WRITE);
 #else
-inline void prefer_large_pages(float*, long) {}
-inline void touch_pages(float*, long) {}
+  (void)data, (void)count;
 #endif
+}
 
 class Pool {
  public:

@@ -125,7 +125,6 @@ inline void open_gradients(const Problem& p, const Backward& saved) {
   const long counts[] = {heads * p.groups * p.length * p.head_dim, heads * p.key_length * p.head_dim,
                          heads * p.key_length * p.value_dim};
   float* const all[] = {saved.q, saved.k, saved.v};
-  for (int i = 0; i < 3; ++i) prefer_large_pages(all[i], counts[i]);
 #pragma omp parallel for schedule(static) num_threads(p.threads)
   for (int part = 0; part < 3 * p.threads; ++part) {
     const long count = counts[part % 3], begin = count * (part / 3) / p.threads, end = count * (part / 3 + 1) / p.threads;
