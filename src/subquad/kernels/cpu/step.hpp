@@ -221,8 +221,9 @@ class TokenStep {
 };
 
 inline void step(const Problem& p, const Step& s) {
-  const long heads = task_count(p), work = heads * p.num_features * (p.head_dim + p.value_dim);
-#pragma omp parallel for schedule(static) num_threads(p.threads) if (work > 200000)
+  const long heads = task_count(p), keys = p.sinks + (p.near_blocks ? 2L * p.block : 0);
+  [[maybe_unused]] const bool worth_waking = heads * (p.num_features + keys) * (p.head_dim + p.value_dim) > 200000;
+#pragma omp parallel for schedule(static) num_threads(p.threads) if (worth_waking)
   for (long task = 0; task < heads; ++task) {
     pool().reset();
     TokenStep(View(p, task), s).run();
