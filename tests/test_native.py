@@ -240,10 +240,28 @@ def test_small_slopes_keep_their_digits(feature_map: str) -> None:
         assert bool((errors(got, want) <= 1e-5 + 2 * errors(theirs, want)).all()), name
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize(("feature_map", "shift", "size"), [("elu1", -50, 1), ("softplus", -50, 1), ("relu2", 0, 1e-9)])
+def test_gradients_of_tiny_features(feature_map: str, shift: float, size: float, causal: bool) -> None:
+    """Of queries and keys at once: their products are beyond float32, the gradients are not."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 40, 4, generator=generator, dtype=torch.float64)
+    double = [size * q + shift, size * k + shift, v]
+
+    def run(backend: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        attention = LinearAttention(4, feature_map=feature_map, backend=backend)
+        leaves = [t.to(dtype).requires_grad_() for t in double]
+        return torch.autograd.grad(attention(*leaves, causal=causal).square().sum(), leaves)
+
+    native, peer = run("cpu", torch.float32), run("torch", torch.float32)
+    for name, got, theirs, want in zip("qkv", native, peer, run("torch", torch.float64), strict=True):
+        assert relative_error(got, want) <= 1e-5 + 2 * relative_error(theirs, want), name
+
+
 def test_a_sum_too_small_to_be_inverted() -> None:
-    """1 / 2e-39 is no number in float32, yet the average of one value is that value."""
+    """1 / 1.6e-39 is no number in float32, yet the average of one value is that value."""
     attention = LinearAttention(8, feature_map="relu", backend="cpu")
-    q, k, v = torch.ones(1, 1, 3, 8), torch.full((1, 1, 3, 8), 2e-39), torch.randn(1, 1, 3, 8)
+    q, k, v = torch.ones(1, 1, 3, 8), torch.full((1, 1, 3, 8), 2e-40), torch.randn(1, 1, 3, 8)
     out = attention(q, k, v, causal=True)
     assert_close(out[:, :, 0], v[:, :, 0], 1e-5, "output")
     assert bool(out.isfinite().all())

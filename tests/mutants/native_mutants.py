@@ -139,7 +139,7 @@ NATIVE = (
     Mutant(
         "the slope of a small softplus loses its digits",
         CPU + "features.hpp",
-        "return x < splat(0.125f) ? series : 1 - vexp(-x);",
+        "return x < splat(0.5f) ? x * series : 1 - vexp(-x);",
         "return 1 - vexp(-x);",
         native("small_slopes"),
     ),
@@ -149,6 +149,20 @@ NATIVE = (
         "return 2 * vsqrt(weight) * vsqrt(unit);",
         "return 2 * vsqrt(weight);",
         native("linear-relu2 and gradients_equal"),
+    ),
+    Mutant(
+        "a small sum is inverted all the same",
+        CPU + "forward.hpp",
+        "if (std::isinf(inverse))",
+        "if (false)",
+        native("too_small_to_be_inverted"),
+    ),
+    Mutant(
+        "tiny sums meet tiny features before the gradient",
+        CPU + "backward.hpp",
+        "store(x, load(x) * load(r_.unit + t));",
+        "store(x, load(x) * (load(r_.unit + t) / load(r_.sum + t)) * load(r_.sum + t));",
+        native("tiny_features"),
     ),
     Mutant(
         "the totals of a fold are taken after its rows have spoken",

@@ -22,7 +22,7 @@ class Ahead {
   }
 
  private:
-  static constexpr int CAPACITY = 16;
+  static constexpr int CAPACITY = 64;  // more than that, of many heads that share their keys, is not worth asking for
   static constexpr long LINE = 64, LINES = 16;  // bytes of a cache line; lines at a time
   struct Run {
     const char* at;
@@ -33,7 +33,7 @@ class Ahead {
 };
 
 inline Ahead& ahead() {
-  static thread_local Ahead instance;  // all zero: nothing expected
+  static thread_local Ahead instance;  // all zero: nothing expected. What a call leaves, the next may ask for in vain
   return instance;
 }
 

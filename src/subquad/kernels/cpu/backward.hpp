@@ -69,8 +69,9 @@ class BackwardTask {
   // Only what the queries of a block say to the keys before it (features without maxima).
   void sum_queries(long b) {
     const long begin = b * v.p.block, count = std::min<long>(v.p.block, v.p.length - begin);
+    expect(View::NO_BLOCK, b + 1);
     for (int group = 0; group < v.p.groups; ++group) {
-      open_rows(group, begin, int(count), grad_);  // sums over the field are not used
+      open_rows(group, begin, int(count), grad_);  // without maxima no state is needed
       load_gradient();
       normalise_weights();
       add_to_field();
@@ -300,6 +301,8 @@ class BackwardTask {
       const auto there = [&](int j) { return i + j < r_.count; };
       grad_stage_.read(saved_.grad_out, v.p.dtype, v.b, r_.head, r_.token + i, 1, there);
       out_stage_.read(saved_.out, v.p.dtype, v.b, r_.head, r_.token + i, 1, there);
+      // g / sum instead of phi / sum: where features are tiny, so is the sum, and only together they are of common size
+      for (int j = 0; j < LANES && !v.logarithmic(); ++j) grad_stage_.scale_row(j, 1 / r_.sum[i + j]);
       Vec sums[LANES] = {};
       for (int j = 0; j < LANES; ++j)
         for (int d = 0; d < v.V; d += LANES) sums[j] -= grad_stage_.at(j, d) * out_stage_.at(j, d);
@@ -308,11 +311,10 @@ class BackwardTask {
     }
   }
 
-  // Weights under the saved normaliser.
+  // Weights under the saved normaliser, or, where the gradient is divided by that, of common size.
   SUBQUAD_STAGE void normalise_weights() {
     const auto each = [&](auto work) { each_vector(v.M, r_.panel_count, r_.weights, work); };
     if (v.logarithmic()) return each([&](float* x, int, int t) { store(x, vexp(load(x) - load(r_.far + t))); });
-    for (int t = 0; t < r_.height(); t += LANES) store(r_.unit + t, load(r_.unit + t) / load(r_.sum + t));
     each([&](float* x, int, int t) { store(x, load(x) * load(r_.unit + t)); });
   }
   // From the gradient of the weights, less the totals' part, that of the logs (or arguments).

@@ -16,18 +16,13 @@ inline void each_vector(int features, int panel_count, float* lanes, Work work) 
     }
 }
 
-// `W x` for tokens in lanes [D][tokens], W [M][D] in panels; without W the numbers themselves, which stay where they
-// are if features are made in place. Some features or all.
+// `W x` for tokens in lanes [D][tokens], W [M][D] in panels; without W the numbers themselves, which are there already.
+// Some features or all.
 SUBQUAD_STAGE inline void project(const View& v, const float* weight, const float* lanes, int panel_count, float* out,
                                   int begin, int count) {
-  if (weight) {
-    multiply(count, panel_count * PANEL, v.D, panels(weight + begin * PANEL, v.M), {lanes, long(v.D) * PANEL},
-             in_panels(out + begin * PANEL, v.M));
-    return;
-  }
-  for (int j = 0; j < panel_count && out != lanes; ++j)
-    std::memcpy(out + (long(j) * v.M + begin) * PANEL, lanes + (long(j) * v.D + v.first + begin) * PANEL,
-                count * PANEL * sizeof(float));
+  if (!weight) return;
+  multiply(count, panel_count * PANEL, v.D, panels(weight + begin * PANEL, v.M), {lanes, long(v.D) * PANEL},
+           in_panels(out + begin * PANEL, v.M));
 }
 inline void project(const View& v, const float* weight, const float* lanes, int panel_count, float* out) {
   project(v, weight, lanes, panel_count, out, 0, v.M);
@@ -96,8 +91,9 @@ inline __attribute__((always_inline)) Vec elementwise(Vec x) {
 
 // 1 - exp(-x) for x >= 0.
 inline __attribute__((always_inline)) Vec one_minus_exp(Vec x) {
-  const Vec series = x - x * x * (1 / 2.0f - x * (1 / 6.0f - x * (1 / 24.0f - x * (1 / 120.0f))));
-  return x < splat(0.125f) ? series : 1 - vexp(-x);
+  Vec series = splat(1 / 5040.0f);
+  for (const float term : {1 / 720.0f, 1 / 120.0f, 1 / 24.0f, 1 / 6.0f, 1 / 2.0f, 1.0f}) series = term - x * series;
+  return x < splat(0.5f) ? x * series : 1 - vexp(-x);
 }
 
 // The derivative of unit * phi(x) by x, from what it is: no argument has to be kept, and no exponential done again.
@@ -234,7 +230,7 @@ struct Rows {
   float *scalar;            // [tokens] common log-factor of a row's features
   float *weights;           // [M][tokens]
   float *far, *exact;       // [tokens] what exponents are relative to, on two scales (see favor/problem.py)
-  float *unit;              // [tokens] what phi was multiplied by (not EXP)
+  float *unit;              // [tokens] what phi is multiplied by (not EXP)
   float *sum;               // [tokens] normaliser
   float *out;               // [tokens][V] in padded rows
 
@@ -350,7 +346,6 @@ SUBQUAD_STAGE inline void unproject(const View& v, const float* weight, int toke
   const long stride = padded(v.D);
   if (weight)
     return product<ADD>(tokens, v.D, v.M, transposed(grad, v.M), {weight, long(v.M) * PANEL}, in_rows(dx, stride));
-  if (!ADD && v.M < v.D) std::fill(dx, dx + tokens * stride, 0.0f);  // this slice has some of the numbers only
   for (int t = 0; t < tokens; t += LANES)
     for (int m = 0; m < v.M; m += LANES) {
       const int some = std::min(LANES, v.M - m);
@@ -358,7 +353,7 @@ SUBQUAD_STAGE inline void unproject(const View& v, const float* weight, int toke
       for (int i = 0; i < some; ++i) square[i] = load(grad + (long(t / PANEL) * v.M + m + i) * PANEL + t % PANEL);
       transpose(square);
       for (int i = 0; i < std::min(LANES, tokens - t); ++i) {
-        float* to = dx + (t + i) * stride + v.first + m;
+        float* to = dx + (t + i) * stride + m;
         store_some(to, ADD ? load_some(to, some) + square[i] : square[i], some);
       }
     }
@@ -413,7 +408,8 @@ inline void keys_backward(const View& v, Keys& keys, const Fold& fold, float* gr
   if (v.key_norms) sum_features(v, fold.panel_count, grad, row);
   if (into.key_bias)
     each_vector(v.M, fold.panel_count, grad, [&](float* x, int m, int) { into.key_bias[m] += hsum(load(x)); });
-  normalise_groups_backward(v, v.key_panels, keys.lanes + long(fold.begin) * v.D, fold.panel_count, grad, scratch);
+  const float* lanes = keys.lanes ? keys.lanes + long(fold.begin) * v.D : nullptr;
+  normalise_groups_backward(v, v.key_panels, lanes, fold.panel_count, grad, scratch);
   unproject<true>(v, v.key_panels, tokens, grad, dy);
   if (v.key_norms) add_multiples(v, tokens, columns, keys.height, row, -v.key_norms, dy);
   if (into.key)

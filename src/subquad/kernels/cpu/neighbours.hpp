@@ -33,7 +33,7 @@ class Neighbours {
   // With a window, blocks collect gradients and hand them over when they leave.
   Neighbours(const View& view, const GradientWindow* window) : v(view), window_(window) {
     const bool near = v.p.near_blocks, backward = window != nullptr;
-    // The backward makes its features elsewhere, unless all keys share one field.
+    // The backward makes its features elsewhere, unless all keys share one field; groups and squares need the numbers too.
     const bool lanes = !backward || !(near || v.p.causal) || v.p.rule == GROUPS || v.p.gaussian;
     slots_ = near ? 3 : 1;
     for (int i = 0; i < slots_; ++i) {

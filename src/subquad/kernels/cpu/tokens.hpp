@@ -81,7 +81,7 @@ class Stage {
   // Token `first + i` becomes row i, times `factor`, for every i of which `there(i)` holds; the others are zeros.
   template <class There>
   void read(const Array& a, int dtype, long b, long h, long first, float factor, There there) {
-    factor_ = splat(factor);
+    std::fill(factor_, factor_ + LANES, factor);
     const bool in_place = dtype == FLOAT32 && count_ % LANES == 0;
     for (int i = 0; i < LANES; ++i) {
       float* own = rows_ + i * padded(count_);
@@ -92,11 +92,11 @@ class Stage {
       row_[i] = in_place ? static_cast<const float*>(a.data) + offset : own;
     }
   }
-  Vec at(int i, int d) const { return load(row_[i] + d) * factor_; }
+  void scale_row(int i, float factor) { factor_[i] *= factor; }
+  Vec at(int i, int d) const { return load(row_[i] + d) * splat(factor_[i]); }
 
   // As tokens from `begin` on, a multiple of LANES, in one layout or both.
   void write(int begin, long height, float* lanes, float* columns) const {
-    float* to = lanes + long(begin / PANEL) * count_ * PANEL + begin % PANEL;
     for (int d = 0; d < count_; d += LANES) {
       Vec square[LANES];
       for (int i = 0; i < LANES; ++i) square[i] = at(i, d);
@@ -106,6 +106,7 @@ class Stage {
       }
       if (!lanes) continue;
       transpose(square);
+      float* to = lanes + long(begin / PANEL) * count_ * PANEL + begin % PANEL;
       for (int i = 0; i < std::min(LANES, count_ - d); ++i) store(to + (d + i) * PANEL, square[i]);
     }
     for (int d = (count_ + LANES - 1) / LANES * LANES; columns && d < padded(count_); d += LANES)
@@ -114,7 +115,7 @@ class Stage {
 
  private:
   int count_;
-  Vec factor_;
+  float factor_[LANES];
   float* rows_;  // [LANES + 1] converted tokens, and zeros
   const float* row_[LANES];
 };

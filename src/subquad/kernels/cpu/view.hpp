@@ -44,7 +44,7 @@ struct View {
   }
 
   bool logarithmic() const { return p.kind == EXP; }
-  bool in_place() const { return !logarithmic() && !query; }  // features are made of the numbers, where they were read
+  bool in_place() const { return !query; }  // features are made of the numbers themselves, where they were read
   long blocks(long length) const { return (length + p.block - 1) / p.block; }
   long mask_row() const { return p.mask_batch > 1 ? b : 0; }
   bool counts(const uint8_t* mask, long token) const {
