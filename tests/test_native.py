@@ -64,8 +64,8 @@ class PerQueryHead(NativeFavor):
         "linear-softplus": lambda: NativeLinear(D, feature_map="softplus", backend="cpu"),
         "linear-relu2": lambda: NativeLinear(D, feature_map="relu2", num_features=9, coupling="iid", backend="cpu"),
         "linear-exp": lambda: NativeLinear(D, feature_map="exp", backend="cpu"),
-        "linear-whole-vectors": lambda: NativeLinear(32, backend="cpu"),  # read where they lie
-        "favor-whole-vectors": lambda: NativeFavor(32, 48, near=8, sinks=2, backend="cpu"),
+        "linear-whole-vectors": lambda: NativeLinear(16, backend="cpu"),  # read where they lie
+        "favor-whole-vectors": lambda: NativeFavor(16, 48, near=8, sinks=2, backend="cpu"),
         "favor": lambda: NativeFavor(D, 16, near=8, sinks=2, backend="cpu"),
         "favor-paper": lambda: NativeFavor(D, 16, near=0, sinks=0, backend="cpu"),
         "favor-sinks": lambda: NativeFavor(D, 16, near=0, sinks=3, num_heads=2, backend="cpu"),
