@@ -407,6 +407,13 @@ def not_a_feature_map(value: Any, known: Sequence[str]) -> ConfigError:
     )
 
 
+def engine_failed(*, no_memory: bool) -> BackendError:
+    cause = "there is not enough memory" if no_memory else "of an unexpected error"
+    return BackendError(
+        f"subquad: the native engine stopped because {cause}; use fewer or shorter sequences, or backend='torch'"
+    )
+
+
 def no_double_backward() -> BackendError:
     return BackendError(
         "subquad: second derivatives are not implemented in the fast engine; "

@@ -62,7 +62,7 @@ def _facts() -> dict[str, str]:
     native = library.LOADED
     threads = f"{torch.get_num_threads()} threads"
     if isinstance(native, Library):
-        engine = f"{native.machine}, {threads if native.openmp else 'one thread: built without OpenMP'}"
+        engine = f"{native.machine}, {threads}"
     else:
         engine = "none"
     facts = {

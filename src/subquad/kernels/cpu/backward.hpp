@@ -343,7 +343,7 @@ class BackwardTask {
       exact_rows(offset);
     }
     float* to = window_.q + group * window_.tokens * v.D;
-    give_rows(window_, dx_, padded(v.D), r_.count, v.D, v.p.root, r_.token, v.p.length, to, window_.first);
+    give_rows(window_.add, dx_, padded(v.D), r_.count, v.D, v.p.root, r_.token, v.p.length, to, window_.first);
   }
 
   // What the rows say to the field.

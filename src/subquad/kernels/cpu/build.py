@@ -15,10 +15,9 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
 FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"),
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi"),
 )
-OPENMP = {"darwin": ("-Xpreprocessor", "-fopenmp", "-undefined", "dynamic_lookup")}
 MACHINES = {"generic": (), "x86_64_v3": ("-march=x86-64-v3",), "x86_64_v4": ("-march=x86-64-v4",)}
 
 
@@ -53,16 +52,11 @@ def compile_engine(folder: Path, machine: str, command: list[str], extra: tuple[
     library = folder / f"engine_{machine}.so"
     begin = [*command, *FLAGS, f'-DSUBQUAD_SOURCES="{fingerprint(folder)}"', *MACHINES[machine], *extra]
     end = ["engine.cpp", "-o", library.name]  # relative names: no path of this machine in the library
-    failure = ""
-    for openmp in (OPENMP.get(sys.platform, ("-fopenmp",)), ()):  # in one thread rather than not at all
-        try:
-            done = subprocess.run([*begin, *openmp, *end], cwd=folder, capture_output=True, text=True, check=False)
-        except OSError as error:
-            return f"{command[0]}: {error.strerror}"
-        if done.returncode == 0:
-            return library
-        failure = failure or done.stderr
-    return failure
+    try:
+        done = subprocess.run([*begin, *end], cwd=folder, capture_output=True, text=True, check=False)
+    except OSError as error:
+        return f"{command[0]}: {error.strerror}"
+    return library if done.returncode == 0 else done.stderr
 
 
 def build(folder: Path = FOLDER) -> Built:

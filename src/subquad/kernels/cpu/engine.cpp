@@ -5,13 +5,13 @@
 
 namespace subquad {
 
-// Heads in parallel; where they are too few, slices of their features or stretches of their tokens.
+// Heads in parallel, few of them in portions; fewer than threads: slices of their features or stretches of their tokens.
 static void forward(const Problem& p, const Forward& f) {
   const Passes passes = passes_of(p);
   if (p.slices > 1) return forward_in_slices(p, passes, f);
   if (p.stretches > 1) return forward_in_stretches(p, passes, f);
-#pragma omp parallel for schedule(dynamic) num_threads(p.threads)
-  for (long task = 0; task < task_count(p); ++task) forward_alone(View(p, task), passes, f);
+  if (!heads_are_many(p)) return forward_in_portions(p, passes, f);
+  each_task(p.threads, task_count(p), [&](long task) { forward_alone(View(p, task), passes, f); });
 }
 
 static void backward(const Problem& p, const Backward& saved) {
@@ -19,8 +19,8 @@ static void backward(const Problem& p, const Backward& saved) {
   open_gradients(p, saved);
   if (p.slices > 1) return backward_in_slices(p, passes, saved);
   if (p.stretches > 1) return backward_in_stretches(p, passes, saved);
-#pragma omp parallel for schedule(dynamic) num_threads(p.threads)
-  for (long task = 0; task < task_count(p); ++task) backward_alone(View(p, task), passes, saved);
+  if (!heads_are_many(p)) return backward_in_portions(p, passes, saved);
+  each_task(p.threads, task_count(p), [&](long task) { backward_alone(View(p, task), passes, saved); });
 }
 
 }  // namespace subquad
@@ -34,13 +34,26 @@ SUBQUAD_EXPORT int64_t subquad_sizes(int which) {
   const int64_t sizes[] = {sizeof(Problem), sizeof(Forward), sizeof(Backward), sizeof(Step)};
   return sizes[which];
 }
-SUBQUAD_EXPORT int subquad_has_openmp() {
-#ifdef _OPENMP
-  return 1;
-#else
-  return 0;
-#endif
+
+// 0, or what went wrong: an exception must not reach Python's C code.
+enum Status : int32_t { DONE = 0, NO_MEMORY = 1, FAILED = 2 };
+template <class Work>
+static int32_t guarded(Work work) noexcept {
+  try {
+    work();
+    return DONE;
+  } catch (const std::bad_alloc&) {
+    return NO_MEMORY;
+  } catch (...) {
+    return FAILED;
+  }
 }
-SUBQUAD_EXPORT void subquad_forward(const Problem* p, const Forward* f) { subquad::forward(*p, *f); }
-SUBQUAD_EXPORT void subquad_backward(const Problem* p, const Backward* b) { subquad::backward(*p, *b); }
-SUBQUAD_EXPORT void subquad_step(const Problem* p, const Step* s) { subquad::step(*p, *s); }
+SUBQUAD_EXPORT int32_t subquad_forward(const Problem* p, const Forward* f) {
+  return guarded([&] { subquad::forward(*p, *f); });
+}
+SUBQUAD_EXPORT int32_t subquad_backward(const Problem* p, const Backward* b) {
+  return guarded([&] { subquad::backward(*p, *b); });
+}
+SUBQUAD_EXPORT int32_t subquad_step(const Problem* p, const Step* s) {
+  return guarded([&] { subquad::step(*p, *s); });
+}

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from subquad import checks
 from subquad.kernels.cpu.build import fingerprint
 
 FOLDER = Path(__file__).parent
@@ -51,13 +52,15 @@ class Backward(Structure):
     ]
 
 
+KEPT = ("far_max", "far_sum", "far_low", "sink_k", "sink_v", "block_k", "block_v")  # of a state
+
+
 class Step(Structure):
-    _fields_ = _pointers("real", "length", "far_max", "far_sum", "sink_k", "sink_v", "block_k", "block_v", "out")
+    _fields_ = _pointers("real", "length", *KEPT, *(f"new_{name}" for name in KEPT), "out")
 
 
 class Library(NamedTuple):
     machine: str
-    openmp: bool
     forward: Any
     backward: Any
     step: Any
@@ -103,8 +106,14 @@ def _bind(machine: str, loaded: Any) -> Library | str:
         return f"engine_{machine}.so has other structures than this file"
     functions = (loaded.subquad_forward, loaded.subquad_backward, loaded.subquad_step)
     for function, structure in zip(functions, structures[1:], strict=True):
-        function.argtypes, function.restype = [POINTER(Problem), POINTER(structure)], None
-    return Library(machine, bool(loaded.subquad_has_openmp()), *functions)
+        function.argtypes, function.restype = [POINTER(Problem), POINTER(structure)], c_int32
+        function.errcheck = _raise_failure
+    return Library(machine, *functions)
+
+
+def _raise_failure(status: int, *_: Any) -> None:
+    if status:
+        raise checks.engine_failed(no_memory=status == 1)
 
 
 LOADED = _load()

@@ -10,6 +10,8 @@ struct GradientWindow {
   long first, tokens;          // queries of each head
   long key_first, key_tokens;
   bool add;                    // to what is there; else every row comes once
+  static constexpr long NEVER = std::numeric_limits<long>::max();
+  long keys_met = NEVER;       // keys from this token on have something there in any case
 };
 
 // Rows with padding, times `factor`, to dense ones, without those outside [0, limit).
@@ -22,9 +24,9 @@ inline void copy_rows(const float* __restrict__ from, long stride, int count, in
     for (int d = 0; d < width; ++d) row[d] = factor * from[i * stride + d] + (ADD ? row[d] : 0);
   }
 }
-inline void give_rows(const GradientWindow& w, const float* from, long stride, int count, int width, float factor, long token,
+inline void give_rows(bool add, const float* from, long stride, int count, int width, float factor, long token,
                       long limit, float* to, long first) {
-  const auto copy = w.add ? copy_rows<true> : copy_rows<false>;
+  const auto copy = add ? copy_rows<true> : copy_rows<false>;
   copy(from, stride, count, width, factor, token, limit, to, first);
 }
 
@@ -80,8 +82,9 @@ class Neighbours {
   SUBQUAD_STAGE void give_back(Keys& keys) {
     if (!window_) return;
     const GradientWindow& w = *window_;
-    give_rows(w, keys.grad, padded(v.D), keys.count, v.D, v.p.root, keys.token, v.p.key_length, w.k, w.key_first);
-    give_rows(w, keys.value_grad, v.height, keys.count, v.V, 1, keys.token, v.p.key_length, w.v, w.key_first);
+    const bool add = w.add || keys.token >= w.keys_met;
+    give_rows(add, keys.grad, padded(v.D), keys.count, v.D, v.p.root, keys.token, v.p.key_length, w.k, w.key_first);
+    give_rows(add, keys.value_grad, v.height, keys.count, v.V, 1, keys.token, v.p.key_length, w.v, w.key_first);
     std::fill(keys.grad, keys.grad + keys.height * padded(v.D), 0.0f);
     std::fill(keys.value_grad, keys.value_grad + keys.height * v.height, 0.0f);
   }

@@ -1,6 +1,9 @@
 // In which order the blocks of a sequence are visited, and where states are kept for the backward.
 #pragma once
+#include <vector>
+
 #include "view.hpp"
+#include "workers.hpp"
 
 namespace subquad {
 
@@ -33,5 +36,26 @@ inline long blocks_per_chunk(const Problem& p, const Pass& pass) {
 }
 
 inline long task_count(const Problem& p) { return long(p.batch) * p.key_heads * p.slices; }
+
+// Blocks [from, to) of a pass: what a thread does of a head before it looks for another.
+struct Portion {
+  int pass;
+  long from, to;
+};
+
+// Some milliseconds each, in whole segments: a thread that is held up must not hold up a whole head.
+inline std::vector<Portion> portions_of(const Problem& p, const Passes& passes) {
+  constexpr long WORK = 1 << 26;  // features of a portion times numbers that each of them meets
+  const long numbers = long(p.num_features) * (p.head_dim + p.value_dim), segment = long(p.block) * p.blocks_per_segment;
+  const long step = std::max(1L, WORK / (numbers * segment)) * p.blocks_per_segment;
+  std::vector<Portion> portions;
+  for (int i = 0; i < passes.count; ++i)
+    for (long from = 0; from < passes.pass[i].blocks; from += step)
+      portions.push_back({i, from, std::min(from + step, passes.pass[i].blocks)});
+  return portions;
+}
+
+// Whether heads are so many that each is a small part of the work, and can be done in one go.
+inline bool heads_are_many(const Problem& p) { return p.threads <= 1 || task_count(p) >= 16L * p.threads; }
 
 }  // namespace subquad

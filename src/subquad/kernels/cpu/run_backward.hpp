@@ -1,6 +1,7 @@
 // The backward of all tasks.
 #pragma once
 #include "backward.hpp"
+#include "run_forward.hpp"
 
 namespace subquad {
 
@@ -33,6 +34,11 @@ inline GradientWindow whole_window(const View& v, const Backward& saved) {
           saved.v + sequence * v.p.key_length * v.V, 0, v.p.length, 0, v.p.key_length, meets_rows_again(v.p)};
 }
 
+// Where the portion after this one, which comes before it on the way back, has left gradients of keys already.
+inline long met_before(const View& v, const Pass& pass, const Portion& portion) {
+  return pass.kind == Pass::ALONG && portion.to < pass.blocks ? (portion.to - 1) * v.p.block : GradientWindow::NEVER;
+}
+
 inline void backward_alone(const View& v, const Passes& passes, const Backward& saved) {
   pool().reset();
   Field grad = Field::over(v, pool().take(Field::size(v)));
@@ -43,6 +49,27 @@ inline void backward_alone(const View& v, const Passes& passes, const Backward& 
     task.finish();
   }
   if (v.p.causal && saved.far_sum) grad.write_border(v, nullptr, saved.far_sum, 0);
+}
+
+// Heads in portions: any thread may go on where another stopped.
+inline void backward_in_portions(const Problem& p, const Passes& passes, const Backward& saved) {
+  const std::vector<Portion> portions = portions_of(p, passes);
+  const SharedFields grads(p);
+  const long steps = long(portions.size());
+  each_step(p.threads, task_count(p), steps, [&](long task, long i) {
+    const Portion& portion = portions[steps - 1 - i];
+    const Pass& pass = passes.pass[portion.pass];
+    const View v(p, task);
+    pool().reset();
+    Field grad = grads.of(v, task);
+    if (portion.to == pass.blocks) start_gradient(v, pass, saved, grad);
+    GradientWindow window = whole_window(v, saved);
+    window.keys_met = met_before(v, pass, portion);
+    BackwardTask part(v, saved, grad, window);
+    visit_back(part, v, pass, portion.from, portion.to);
+    part.finish();
+    if (i + 1 == steps && p.causal && saved.far_sum) grad.write_border(v, nullptr, saved.far_sum, 0);
+  });
 }
 
 // Sums of every slice but the first, which adds to the gradients themselves: for the tokens of a chunk, and for keys up
@@ -92,8 +119,8 @@ inline void add_windows(const Problem& p, const Windows& windows, const Backward
 }
 
 inline void backward_in_slices(const Problem& p, const Passes& passes, const Backward& saved) {
-  const long tasks = task_count(p), field_size = long(padded(p.value_dim) + 2) * p.num_features;
-  Buffer fields = new_buffer(tasks * field_size);
+  const long tasks = task_count(p);
+  const SharedFields grads(p);
   Windows windows(p, blocks_per_chunk(p, passes.pass[0]));
   for (int i = passes.count - 1; i >= 0; --i) {
     const Pass& pass = passes.pass[i];
@@ -102,19 +129,17 @@ inline void backward_in_slices(const Problem& p, const Passes& passes, const Bac
       const long to = std::min(from + step, pass.blocks);
       windows.first = std::min(pass.block(from), pass.block(to - 1)) * p.block;
       windows.key_first = windows.first - p.block;
-#pragma omp parallel for schedule(dynamic) num_threads(p.threads)
-      for (long task = 0; task < tasks; ++task) {
+      each_task(p.threads, tasks, [&](long task) {
         const View v(p, task);
         pool().reset();
-        Field grad = Field::over(v, fields.get() + task * field_size);
+        Field grad = grads.of(v, task);
         if (from == last) start_gradient(v, pass, saved, grad);
         BackwardTask part(v, saved, grad, windows.open(v, saved));
         visit_back(part, v, pass, from, to);
         part.finish();
         if (from == 0 && p.causal && saved.far_sum) grad.write_border(v, nullptr, saved.far_sum, 0);
-      }
-#pragma omp parallel for schedule(dynamic) num_threads(p.threads)
-      for (long task = 0; task < tasks; ++task) add_windows(p, windows, saved, task);
+      });
+      each_task(p.threads, tasks, [&](long task) { add_windows(p, windows, saved, task); });
     }
   }
 }
@@ -125,12 +150,11 @@ inline void open_gradients(const Problem& p, const Backward& saved) {
   const long counts[] = {heads * p.groups * p.length * p.head_dim, heads * p.key_length * p.head_dim,
                          heads * p.key_length * p.value_dim};
   float* const all[] = {saved.q, saved.k, saved.v};
-#pragma omp parallel for schedule(static) num_threads(p.threads)
-  for (int part = 0; part < 3 * p.threads; ++part) {
+  each_task(p.threads, 3 * p.threads, [&](long part) {
     const long count = counts[part % 3], begin = count * (part / 3) / p.threads, end = count * (part / 3 + 1) / p.threads;
     touch_pages(all[part % 3] + begin, end - begin);
     if (meets_rows_again(p)) std::fill(all[part % 3] + begin, all[part % 3] + end, 0.0f);
-  }
+  });
 }
 
 }  // namespace subquad

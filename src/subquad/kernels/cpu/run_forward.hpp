@@ -38,6 +38,11 @@ inline Output whole_output(const View& v, const Forward& f, bool merge, bool las
           last};
 }
 
+// Asks for the pages of some tokens' rows.
+inline void touch_rows(const View& v, const Output& output, long begin, long end) {
+  for (int group = 0; group < v.p.groups; ++group) touch_pages(output.out_row(v, group, begin), (end - begin) * v.V);
+}
+
 inline void start_field(const View& v, const Pass& pass, Field& field) {
   if (pass.kind == Pass::BACK)
     field.clear(v);
@@ -49,12 +54,42 @@ inline void start_field(const View& v, const Pass& pass, Field& field) {
 inline void forward_alone(const View& v, const Passes& passes, const Forward& f) {
   pool().reset();
   Field field = Field::over(v, pool().take(Field::size(v)));
-  touch_pages(whole_output(v, f, false, false).out, v.p.groups * v.p.length * v.V);
+  touch_rows(v, whole_output(v, f, false, false), 0, v.p.length);
   for (int i = 0; i < passes.count; ++i) {
     const Pass& pass = passes.pass[i];
     start_field(v, pass, field);
     visit(v, pass, 0, pass.blocks, field, whole_output(v, f, pass.kind == Pass::BACK, i + 1 == passes.count), f);
   }
+}
+
+// Fields of all tasks, which outlive the portions that read and write them.
+class SharedFields {
+ public:
+  explicit SharedFields(const Problem& p)
+      : size_(long(padded(p.value_dim) + 2) * p.num_features), memory_(new_buffer(task_count(p) * size_)) {}
+  Field of(const View& v, long task) const { return Field::over(v, memory_.get() + task * size_); }
+
+ private:
+  long size_;
+  Buffer memory_;
+};
+
+// Heads in portions: any thread may go on where another stopped.
+inline void forward_in_portions(const Problem& p, const Passes& passes, const Forward& f) {
+  const std::vector<Portion> portions = portions_of(p, passes);
+  const SharedFields fields(p);
+  each_step(p.threads, task_count(p), long(portions.size()), [&](long task, long i) {
+    const Portion& portion = portions[i];
+    const Pass& pass = passes.pass[portion.pass];
+    const View v(p, task);
+    pool().reset();
+    Field field = fields.of(v, task);
+    if (portion.from == 0) start_field(v, pass, field);
+    const Output output = whole_output(v, f, pass.kind == Pass::BACK, portion.pass + 1 == passes.count);
+    if (pass.kind != Pass::GATHER && pass.kind != Pass::BACK)
+      touch_rows(v, output, portion.from * p.block, std::min(portion.to * p.block, p.length));
+    visit(v, pass, portion.from, portion.to, field, output, f);
+  });
 }
 
 // The first slice writes to the output, where the others are added.
@@ -83,8 +118,8 @@ inline void merge_parts(const Problem& p, const Forward& f, const Parts& parts, 
 }
 
 inline void forward_in_slices(const Problem& p, const Passes& passes, const Forward& f) {
-  const long tasks = task_count(p), field_size = long(padded(p.value_dim) + 2) * p.num_features;
-  Buffer fields = new_buffer(tasks * field_size);
+  const long tasks = task_count(p);
+  const SharedFields fields(p);
   Parts parts;
   for (int i = 0; i < passes.count; ++i) {
     const Pass& pass = passes.pass[i];
@@ -99,17 +134,14 @@ inline void forward_in_slices(const Problem& p, const Passes& passes, const Forw
     for (long from = 0; from < pass.blocks; from += step) {
       const long to = std::min(from + step, pass.blocks);
       parts.first = std::min(pass.block(from), pass.block(to - 1)) * p.block, parts.count = (to - from) * p.block;
-#pragma omp parallel for schedule(dynamic) num_threads(p.threads)
-      for (long task = 0; task < tasks; ++task) {
+      each_task(p.threads, tasks, [&](long task) {
         const View v(p, task);
         pool().reset();
-        Field field = Field::over(v, fields.get() + task * field_size);
+        Field field = fields.of(v, task);
         if (from == 0) start_field(v, pass, field);
         visit(v, pass, from, to, field, reads ? part_output(v, f, parts, merge) : Output{}, f);
-      }
-      if (!reads) continue;
-#pragma omp parallel for schedule(dynamic) num_threads(p.threads)
-      for (long task = 0; task < tasks; ++task) merge_parts(p, f, parts, task, last);
+      });
+      if (reads) each_task(p.threads, tasks, [&](long task) { merge_parts(p, f, parts, task, last); });
     }
   }
 }

@@ -55,36 +55,35 @@ inline void forward_summary(const View& v, const Passes& passes, const Forward& 
   const long parts = v.p.stretches * STRETCHES_PER_THREAD;
   FieldRow fields(v, parts);
   const Forward nothing_kept{};
-#pragma omp parallel for schedule(dynamic) num_threads(v.p.threads)
-  for (long i = 0; i < parts; ++i) {
+  each_task(v.p.threads, parts, [&](long i) {
     pool().reset();
     Field own = fields[i];
     i == 0 ? own.begin(v) : own.clear(v);
     const Range blocks = part_of(gather.blocks, 1, i, parts);
     visit(v, gather, blocks.begin, blocks.end, own, Output{}, nothing_kept);
-  }
+  });
   for (long i = 1; i < parts; ++i) add_numbers(fields.numbers(i), fields.numbers(0), fields.size());
   if (f.borders_sum) fields[0].write_border(v, f.borders_max, f.borders_sum, 0);
-#pragma omp parallel for schedule(dynamic) num_threads(v.p.threads)
-  for (long i = 0; i < parts; ++i) {
+  each_task(v.p.threads, parts, [&](long i) {
     pool().reset();
     const Range blocks = part_of(scatter.blocks, 1, i, parts);
     visit(v, scatter, blocks.begin, blocks.end, fields[0], whole_output(v, f, false, true), f);
-  }
+  });
 }
 
 // Calls `work(task, i)` for every stretch with a task of its own. What tasks add to the same sums, they add in order, so
 // that results do not depend on who was first.
 template <class Work>
 inline void each_stretch_back(const View& v, const Backward& saved, const FieldRow& grads, long parts, Work work) {
-#pragma omp parallel for schedule(dynamic) ordered num_threads(v.p.threads)
-  for (long i = 0; i < parts; ++i) {
+  Turns turns;
+  each_task(v.p.threads, parts, [&](long i) {
+    Turns::Turn turn(turns, i);
     pool().reset();
     BackwardTask task(v, saved, grads[i], whole_window(v, saved));
     work(task, i);
-#pragma omp ordered
+    turn.wait();
     task.finish();
-  }
+  });
 }
 
 inline void backward_summary(const View& v, const Passes& passes, const Backward& saved) {
@@ -110,35 +109,37 @@ struct ReadyBlock {
   Fold fold;
 };
 
-// Many blocks at a time: their keys first, then what lies before each of them, then their queries.
+// Many blocks at a time: their keys first, then what lies before each of them, then their queries. Every worker keeps its
+// scratch from one step to the next.
 inline void forward_causal(const View& v, const Pass& pass, const Forward& f) {
-  const long most = std::min(pass.blocks, v.p.threads * BLOCKS_PER_THREAD);
-  const Pool* owner = &pool();
+  const long workers = v.p.threads, most = std::min(pass.blocks, workers * BLOCKS_PER_THREAD);
   pool().reset();
   std::vector<ReadyBlock> ready;
   for (long i = 0; i < most; ++i) ready.push_back({Keys::allocate(v, TILE, true, false, false), Fold::allocate(v, TILE)});
   FieldRow fields(v, most + 1);
   Field running = fields[most];
   running.begin(v);
-#pragma omp parallel num_threads(v.p.threads)
-  {
-    if (&pool() != owner) pool().reset();
-    ForwardTask task(v, running, whole_output(v, f, false, true));
-    for (long from = 0; from < pass.blocks; from += most) {
-      const long count = std::min(most, pass.blocks - from);
-#pragma omp for schedule(static)
-      for (long i = 0; i < count; ++i) task.prepare(from + i, ready[i].keys, ready[i].fold, fields[i]);
-#pragma omp for schedule(static)
-      for (long i = 0; i < v.p.threads; ++i)
-        sums_before(fields, part_of(fields.size(), PANEL, i, v.p.threads), count, fields.numbers(most));
-#pragma omp for schedule(static)
-      for (long i = 0; i < count; ++i) {
-        const long segment = (from + i) / v.p.blocks_per_segment;
-        if (f.borders_sum && (from + i) % v.p.blocks_per_segment == 0)
-          fields[i].write_border(v, f.borders_max, f.borders_sum, pass.first_border + segment);
-        task.read_prepared(ready[i].keys, ready[i].fold, fields[i]);
-      }
-    }
+  std::vector<ForwardTask> tasks;
+  tasks.reserve(workers);
+  for (long i = 0; i < workers; ++i) tasks.emplace_back(v, running, whole_output(v, f, false, true));
+  for (long from = 0; from < pass.blocks; from += most) {
+    const long count = std::min(most, pass.blocks - from);
+    const auto each_block = [&](auto work) {
+      each_task(workers, workers, [&](long worker) {
+        const Range own = part_of(count, 1, worker, workers);
+        for (long i = own.begin; i < own.end; ++i) work(tasks[worker], i);
+      });
+    };
+    each_block([&](ForwardTask& task, long i) { task.prepare(from + i, ready[i].keys, ready[i].fold, fields[i]); });
+    each_task(workers, workers, [&](long worker) {
+      sums_before(fields, part_of(fields.size(), PANEL, worker, workers), count, fields.numbers(most));
+    });
+    each_block([&](ForwardTask& task, long i) {
+      const long segment = (from + i) / v.p.blocks_per_segment;
+      if (f.borders_sum && (from + i) % v.p.blocks_per_segment == 0)
+        fields[i].write_border(v, f.borders_max, f.borders_sum, pass.first_border + segment);
+      task.read_prepared(ready[i].keys, ready[i].fold, fields[i]);
+    });
   }
   if (f.far_sum) running.write_border(v, f.far_max, f.far_sum, 0);
 }
@@ -149,15 +150,14 @@ inline void backward_causal(const View& v, const Pass& pass, const Backward& sav
   const long parts = v.p.stretches, pieces = (parts - 1) * v.p.threads;
   const auto blocks_of = [&](long i) { return part_of(pass.blocks, v.p.blocks_per_segment, i, parts); };
   FieldRow sums(v, pieces), grads(v, parts);
-#pragma omp parallel for schedule(static, 1) num_threads(v.p.threads)
-  for (long i = 0; i < pieces; ++i) {
+  each_task(v.p.threads, pieces, [&](long i) {
     pool().reset();
     sums[i].clear(v);
     BackwardTask task(v, saved, sums[i], whole_window(v, saved));
     const Range stretch = blocks_of(1 + i / v.p.threads);
     const Range piece = part_of(stretch.end - stretch.begin, 1, i % v.p.threads, v.p.threads);
     for (long b = piece.begin; b < piece.end; ++b) task.sum_queries(stretch.begin + b);
-  }
+  });
   start_gradient(v, pass, saved, grads[parts - 1]);
   for (long i = parts - 2; i >= 0; --i) {
     grads[i].copy_from(v, grads[i + 1]);
@@ -174,11 +174,10 @@ inline void backward_causal(const View& v, const Pass& pass, const Backward& sav
 
 inline void forward_in_stretches(const Problem& p, const Passes& passes, const Forward& f) {
   const long numbers = task_count(p) * p.groups * p.length * p.value_dim;
-#pragma omp parallel for schedule(static) num_threads(p.threads)
-  for (long i = 0; i < p.threads; ++i) {
+  each_task(p.threads, p.threads, [&](long i) {
     const Range own = part_of(numbers, 1, i, p.threads);
     touch_pages(f.out + own.begin, own.end - own.begin);
-  }
+  });
   for (long sequence = 0; sequence < task_count(p); ++sequence) {
     const View v(p, sequence);
     p.causal ? forward_causal(v, passes.pass[0], f) : forward_summary(v, passes, f);
