@@ -320,7 +320,7 @@ class FavorAttention(RandomFeatures, Mechanism):
         if self.trigonometric:
             out, far_max, far_sum = self._trigonometric(q, k, v, key_mask, past, True)
             new = q.shape[2] if key_mask is None else key_mask.sum(-1)
-            return out, past._replace(length=past.length + new, far_max=far_max, far_sum=far_sum)
+            return out, past.with_far(far_max, far_sum)._replace(length=past.length + new)
         out, new_state = favor_state.extend(options, q, k, v, feature_map, past, key_mask)
         return out.to(dtype), new_state
 

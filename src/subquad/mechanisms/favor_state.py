@@ -11,7 +11,8 @@ from torch import Tensor
 
 from subquad import checks
 from subquad.features import FeatureMap
-from subquad.kernels import ops
+from subquad.kernels import compensated, ops
+from subquad.kernels.compensated import Total, scaled_low
 from subquad.kernels.cpu.step import favor_step
 from subquad.kernels.engines import step_engine
 from subquad.kernels.favor import FavorInputs
@@ -28,6 +29,7 @@ class FavorState(NamedTuple):
 
     length `[B]`: real tokens so far. sink_k, sink_v `[B, K, sinks, ..]`. block_k, block_v `[B, K, 2C, ..]`: the
     previous block and the unfinished one. far_max `[B, K, M]`, far_sum `[B, K, M, Dv + 1]`: all tokens before those.
+    far_low, like far_sum: what rounding left out of it, so that a million steps lose nothing.
     """
 
     length: Tensor
@@ -37,6 +39,11 @@ class FavorState(NamedTuple):
     block_v: Tensor
     far_max: Tensor
     far_sum: Tensor
+    far_low: Tensor
+
+    def with_far(self, far_max: Tensor, far_sum: Tensor) -> "FavorState":
+        """After several tokens at once."""
+        return self._replace(far_max=far_max, far_sum=far_sum, far_low=scaled_low(self.far_low, self.far_max, far_max))
 
 
 class FavorOptions(NamedTuple):
@@ -75,18 +82,19 @@ def shapes(options: FavorOptions, k: Tensor, v: Tensor, maxima: int, features: i
         *((batch, heads, sinks, size) for size in (dim, value_dim)),
         *((batch, heads, blocks, size) for size in (dim, value_dim)),
         (batch, heads, maxima),
-        (batch, heads, features, value_dim + 1),
+        *((batch, heads, features, value_dim + 1),) * 2,
     )
 
 
 def empty(k: Tensor, v: Tensor, shapes: tuple[tuple[int, ...], ...]) -> FavorState:
     far_dtype = torch.promote_types(k.dtype, torch.float32)
-    length, *kept, far_max, far_sum = shapes
+    length, *kept, far_max, far_sum, far_low = shapes
     return FavorState(
         k.new_zeros(length, dtype=torch.int64),
         *[k.new_zeros(shape) for shape in kept],
         far_max=k.new_full(far_max, FLOOR, dtype=far_dtype),
         far_sum=k.new_zeros(far_sum, dtype=far_dtype),
+        far_low=k.new_zeros(far_low, dtype=far_dtype),
     )
 
 
@@ -118,7 +126,7 @@ def extend(
     far = state.far_max, state.far_sum
     inputs = FavorInputs(q, k, v, state.sink_k, state.sink_v, map, alive, None, seen, *far)
     out, far_max, far_sum = options.run(inputs, causal=True)
-    return out, state._replace(length=state.length + real.sum(-1), far_max=far_max, far_sum=far_sum)
+    return out, state.with_far(far_max, far_sum)._replace(length=state.length + real.sum(-1))
 
 
 def _extend_blocks(
@@ -156,14 +164,18 @@ def _extend_blocks(
     out, far_max, far_sum = options.run(inputs, causal=True)
     kept = ((current - 1) * block)[:, None] + torch.arange(2 * block, device=q.device)
     kept = slots_of(kept, kept < end[:, None], length)
-    state = state._replace(
-        length=state.length + real.sum(-1),
-        block_k=unpack(line_k, kept),
-        block_v=unpack(line_v, kept),
-        far_max=far_max,
-        far_sum=far_sum,
+    state = state.with_far(far_max, far_sum)._replace(
+        length=state.length + real.sum(-1), block_k=unpack(line_k, kept), block_v=unpack(line_v, kept)
     )
     return unpack(out, slots), state
+
+
+class _Far(NamedTuple):
+    """The far field of a state."""
+
+    max: Tensor
+    sum: Tensor
+    low: Tensor
 
 
 class _Step:
@@ -179,7 +191,7 @@ class _Step:
         state, near, sinks = self.state, self.options.near, self.options.sinks
         count = state.length + self.real
         sink_k, sink_v = self._write(state.sink_k, state.sink_v, k, v, state.length)
-        block_k, block_v, far = state.block_k, state.block_v, (state.far_max, state.far_sum)
+        block_k, block_v, far = state.block_k, state.block_v, _Far(state.far_max, state.far_sum, state.far_low)
         if near:
             block_k, block_v = self._write(block_k, block_v, k, v, near + state.length % near)
         else:
@@ -195,19 +207,18 @@ class _Step:
         here = (here & self.real[:, None])[:, None, :, None]
         return torch.where(here, k, kept_k), torch.where(here, v, kept_v)
 
-    def _fold(self, k: Tensor, v: Tensor, alive: Tensor, far: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _fold(self, k: Tensor, v: Tensor, alive: Tensor, far: _Far) -> _Far:
         """The far field with more keys in it. k `[B, K, N, D]`, alive `[B]` or `[B, N]`."""
         alive = alive.view(k.shape[0], 1, -1)
         y, values = k.to(self.dtype) * self.root, with_ones(v.to(self.dtype))
         y, values = (t.masked_fill(~alive[..., None], 0) for t in (y, values))
         logs = self.features.of_keys(y, torch.where(alive, 0.0, DEAD).to(self.dtype))
-        grown = torch.maximum(far[0], logs.amax(-2)).detach()
+        grown = torch.maximum(far.max, logs.amax(-2)).detach()
         weights = (logs - grown[:, :, None]).exp()
-        return grown, weights.mT @ values + far[1] * (far[0] - grown).exp()[..., None]
+        total = compensated.add(Total(far.sum, far.low), weights.mT @ values, (far.max - grown).exp()[..., None])
+        return _Far(grown, *total)
 
-    def _begin_block(
-        self, count: Tensor, block_k: Tensor, block_v: Tensor, far: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    def _begin_block(self, count: Tensor, block_k: Tensor, block_v: Tensor, far: _Far) -> tuple[Tensor, Tensor, _Far]:
         """Where the block is full, folds the previous one away and moves up."""
         near = self.options.near
         full = self.real & (count % near == 0)
@@ -221,13 +232,11 @@ class _Step:
         block_k, block_v = (torch.where(select, m, b) for m, b in zip(moved, (block_k, block_v), strict=True))
         return block_k, block_v, folded
 
-    def _read(
-        self, q: Tensor, keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor], far: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        key_heads = far[0].shape[1]
+    def _read(self, q: Tensor, keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor], far: _Far) -> Tensor:
+        key_heads = far.max.shape[1]
         x = q.to(self.dtype).reshape(q.shape[0], key_heads, -1, q.shape[-1]) * self.root  # a group's heads as rows
         logs, scalar = self.features.of_queries(x)
-        logs = logs + far[0][:, :, None]
+        logs = logs + far.max[:, :, None]
         y = torch.cat(keys, 2).to(self.dtype) * self.root
         logits = x @ y.mT
         if self.options.gaussian:
@@ -236,7 +245,7 @@ class _Step:
         no_exact = logits.shape[-1] == 0
         reference = references(logs.detach(), None if no_exact else logits.detach(), scalar.detach())
         unit = (scalar - scalar.detach())[..., None]  # 0, with the gradient that the scalar has in the far part
-        numerator = (logs - reference.far[..., None] + unit).exp() @ far[1]
+        numerator = (logs - reference.far[..., None] + unit).exp() @ far.sum
         exact_weights = (logits - reference.exact[..., None]).exp()
         numerator = numerator + exact_weights @ with_ones(torch.cat(values, 2).to(self.dtype))
         out, _ = normalise(numerator, reference)

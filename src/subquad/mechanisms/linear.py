@@ -10,7 +10,8 @@ from subquad import checks
 from subquad.features.draws import check_coupling, gaussian_rows
 from subquad.features.elementwise import ELEMENTWISE
 from subquad.features.positive import FeatureMap
-from subquad.kernels import ops
+from subquad.kernels import compensated, ops
+from subquad.kernels.compensated import Total, scaled_low
 from subquad.kernels.cpu.step import favor_step, linear_step
 from subquad.kernels.engines import step_engine
 from subquad.kernels.favor import FavorInputs
@@ -36,10 +37,14 @@ PhiFunction = Callable[[Tensor], Tensor]
 
 
 class LinearState(NamedTuple):
-    """Constant in size. far_sum `[B, K, M, Dv + 1]`: sum of phi(k) [v, 1]; far_max `[B, K, M or 1]`: its log unit."""
+    """Constant in size. far_sum `[B, K, M, Dv + 1]`: sum of phi(k) [v, 1]; far_max `[B, K, M or 1]`: its log unit.
+
+    far_low, like far_sum: what rounding left out of it, so that a million steps lose nothing.
+    """
 
     far_max: Tensor
     far_sum: Tensor
+    far_low: Tensor
 
 
 @without_autocast
@@ -119,7 +124,7 @@ class _Phi:
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, state: LinearState | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Output, and when causal the state after the last token."""
-        far = (None, None) if state is None else tuple(state)
+        far = (None, None) if state is None else (state.far_max, state.far_sum)
         if self.in_log_space:
             inputs = FavorInputs(q, k, v, k[:, :, :0], v[:, :, :0], self._as_map(k), key_mask, None, None, *far)
             options = {"near": 0, "scale": self.root**2, "gaussian": False}
@@ -145,7 +150,7 @@ class _Phi:
         empty_k, empty_v, start = k[:, :, :0], v[:, :, :0], torch.zeros(k.shape[0], dtype=torch.int64)
         past = FavorState(start, empty_k, empty_v, empty_k, empty_v, *state)
         out, new = favor_step(q, k, v, self._as_map(k), real, past, near=0, root=self.root, gaussian=False)
-        return out, LinearState(new.far_max, new.far_sum)
+        return out, LinearState(new.far_max, new.far_sum, new.far_low)
 
     def _as_map(self, k: Tensor) -> FeatureMap:
         weight = self.projection
@@ -265,8 +270,9 @@ class LinearAttention(RandomFeatures, Mechanism):
         state = self._checked_state(k, v, state)
         if q.shape[2] == 1:
             return self._step(q, k, v, state, key_mask)
-        out, *far = self._phi.attend(q, k, v, True, key_mask, state)
-        return out, LinearState(*far)
+        out, far_max, far_sum = self._phi.attend(q, k, v, True, key_mask, state)
+        low = torch.zeros_like(far_sum) if state is None else scaled_low(state.far_low, state.far_max, far_max)
+        return out, LinearState(far_max, far_sum, low)
 
     def dense_weights(self, q: Tensor, k: Tensor, seen: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
         phi = self._phi
@@ -285,7 +291,7 @@ class LinearAttention(RandomFeatures, Mechanism):
         features = None if callable(self.feature_map) else self.num_features or self.head_dim
         maxima = features if self._phi.in_log_space else 1
         heads = k.shape[:2]
-        shapes = ((*heads, maxima), (*heads, features, v.shape[-1] + 1))
+        shapes = ((*heads, maxima), *((*heads, features, v.shape[-1] + 1),) * 2)
         checks.state(self.name, state, LinearState, shapes, k)
         return LinearState(*state)
 
@@ -300,11 +306,13 @@ class LinearAttention(RandomFeatures, Mechanism):
             features, dims = self.num_features or self.head_dim, k.shape[:2]
             lowest = (FLOOR, features) if phi.in_log_space else (0.0, 1)
             far_max = k.new_full((*dims, lowest[1]), lowest[0], dtype=torch.float32)
-            state = LinearState(far_max, k.new_zeros(*dims, features, v.shape[-1] + 1, dtype=torch.float32))
+            zeros = k.new_zeros(*dims, features, v.shape[-1] + 1, dtype=torch.float32)
+            state = LinearState(far_max, zeros, zeros)
         if phi.in_log_space:
             return phi.native_log_step(q, k, v, real, state)
-        out, far_sum = linear_step(q, k, v, self.weight, real, state.far_sum, str(self.feature_map), self.root)
-        return out, LinearState(state.far_max, far_sum)
+        phi_name, far = str(self.feature_map), (state.far_sum, state.far_low)
+        out, far_sum, far_low = linear_step(q, k, v, self.weight, real, *far, phi_name, self.root)
+        return out, LinearState(state.far_max, far_sum, far_low)
 
     def _step(
         self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, key_mask: Tensor | None
@@ -329,18 +337,19 @@ class LinearAttention(RandomFeatures, Mechanism):
         heads, features = k.shape[:2], key.shape[-1]
         if state is None:
             far_max = key.new_full((*heads, features), FLOOR) if phi.in_log_space else key.new_zeros(*heads, 1)
-            state = LinearState(far_max, key.new_zeros(*heads, features, values.shape[-1]))
-        far_max, far_sum = state
+            zeros = key.new_zeros(*heads, features, values.shape[-1])
+            state = LinearState(far_max, zeros, zeros)
+        far_max, total, decay = state.far_max, Total(state.far_sum, state.far_low), None
         if phi.in_log_space:
             grown = torch.maximum(far_max, key[:, :, 0]).detach()
-            far_sum = far_sum * (far_max - grown).exp()[..., None]
+            decay = (far_max - grown).exp()[..., None]
             key, far_max = (key - grown[:, :, None]).exp(), grown
             query = query + repeat_heads(grown[:, :, None], q.shape[1])
             query = (query - query.amax(-1, keepdim=True).detach()).exp()
-        far_sum = far_sum + key.mT @ values  # a masked token's values, and its 1, are zero
+        total = compensated.add(total, key.mT @ values, decay)  # a masked token's values, and its 1, are zero
         rows = query.reshape(*heads, -1, features)  # the heads that share a key head
         size = rows.amax(-1, keepdim=True).detach()
-        numerator = (rows / torch.where(size > 0, size, 1)) @ far_sum
-        total = numerator[..., -1:]
-        out = numerator[..., :-1] / torch.where(total != 0, total, 1)
-        return out.reshape(*q.shape[:3], -1).to(q.dtype), LinearState(far_max, far_sum)
+        numerator = (rows / torch.where(size > 0, size, 1)) @ total.high
+        weight = numerator[..., -1:]
+        out = numerator[..., :-1] / torch.where(weight != 0, weight, 1)
+        return out.reshape(*q.shape[:3], -1).to(q.dtype), LinearState(far_max, *total)

@@ -51,12 +51,15 @@ struct Backward {
   float* far_sum;                               // [B, K, M, V + 1]: in, of the last state; out, of the first; or null
 };
 
-// One token for every sequence. Kept keys and values are updated in place (they are the caller's copies).
+// One token for every sequence. `before` is the caller's and stays as it is; a null in `after` means: as before.
+struct Kept {
+  float *far_max, *far_sum, *far_low;  // [B, K, M], [B, K, M, V + 1]; far_low: what far_sum was rounded by
+  void *sink_k, *sink_v;               // [B, K, sinks, ..] dtype
+  void *block_k, *block_v;             // [B, K, 2 near, ..] dtype
+};
 struct Step {
-  const uint8_t* real;      // [B], or null: all of them
-  const int64_t* length;    // [B] tokens before this one
-  float *far_max, *far_sum; // [B, K, M], [B, K, M, V + 1], updated in place
-  void *sink_k, *sink_v;    // [B, K, sinks, ..] dtype
-  void *block_k, *block_v;  // [B, K, 2 near, ..] dtype
-  float* out;               // [B, H, V]
+  const uint8_t* real;    // [B], or null: all of them
+  const int64_t* length;  // [B] tokens before this one
+  Kept before, after;
+  float* out;             // [B, H, V]
 };

@@ -58,23 +58,21 @@ inline __attribute__((always_inline)) void accumulate(Vec (&sum)[ROWS][2], int c
   }
 }
 
-// ROWS x PANEL numbers of C, held in registers.
+// ROWS x PANEL numbers of C, held in registers. What is there already is added last: a sum over many calls, which grows
+// large, then takes one rounding per call, not one per number, and numbers too small for it are summed up first.
 template <int ROWS, bool ADD, class Left>
 inline __attribute__((always_inline)) void multiply_tile(int depth, const float* a, const Left& A, const float* b,
                                                          float* c, long stride) {
   Vec sum[ROWS][2];
 #pragma GCC unroll 8
-  for (int i = 0; i < ROWS; ++i) {
-    sum[i][0] = ADD ? load(c + i * stride) : Vec{};
-    sum[i][1] = ADD ? load(c + i * stride + LANES) : Vec{};
-  }
+  for (int i = 0; i < ROWS; ++i) sum[i][0] = sum[i][1] = Vec{};
   for (; depth >= PANEL; depth -= PANEL, a += A.next(), b += PANEL * PANEL)
     accumulate<ROWS, Left>(sum, PANEL, a, b);
   accumulate<ROWS, Left>(sum, depth, a, b);
 #pragma GCC unroll 8
   for (int i = 0; i < ROWS; ++i) {
-    store(c + i * stride, sum[i][0]);
-    store(c + i * stride + LANES, sum[i][1]);
+    store(c + i * stride, ADD ? load(c + i * stride) + sum[i][0] : sum[i][0]);
+    store(c + i * stride + LANES, ADD ? load(c + i * stride + LANES) + sum[i][1] : sum[i][1]);
   }
 }
 

@@ -7,31 +7,24 @@ namespace subquad {
 
 class TokenStep {
  public:
-  TokenStep(const View& view, const Step& step) : v(view), s(step) {
-    const long place = Field::place(v, 0);
-    far_max_ = s.far_max + (v.logarithmic() ? place : 0);
-    far_sum_ = s.far_sum + place * (v.V + 1);
+  TokenStep(const View& view, const Step& step) : v(view), s(step), now_(step.before) {
     real_ = !s.real || s.real[v.b];
     before_ = s.length[v.b];
     near_ = v.p.near_blocks ? v.p.block : 0;
     x_ = pool().take(v.D);
     y_ = pool().take(v.D);
-    values_ = pool().take(v.V + 1);
-    logs_ = pool().take(v.M);
-    decay_ = pool().take(v.M);
+    values_ = pool().take(std::max(1, near_) * (v.V + 1L));
+    logs_ = pool().take(std::max(1, near_) * long(v.M));
     logits_ = pool().take(v.p.sinks + 2L * near_);
     sums_ = pool().take(v.V + 1);
   }
 
   void run() {
+    carry_over();
     if (real_) keep();
-    if (!near_ && real_ && before_ >= v.p.sinks) {
-      read_token(v.p.k, v.p.dtype, v.b, v.h, 0, v.D, v.p.root, y_);
-      read_value(v.p.v.data, v.b * v.p.v.batch + v.h * v.p.v.head);
-      fold();
-    }
+    if (!near_) fold_token();
     for (int group = 0; group < v.p.groups; ++group) read(group);
-    if (near_ && real_ && (before_ + 1) % near_ == 0) begin_block();
+    if (near_) end_block();
   }
 
  private:
@@ -44,13 +37,25 @@ class TokenStep {
   const char* fresh(const Array& a) const {
     return static_cast<const char*>(a.data) + (v.b * a.batch + v.h * a.head) * number_size();
   }
+  // This head's part of what is to change, into its new place.
+  void carry_over() {
+    const auto carry = [&](void* from, void* to, void*& now, long per_head, int width) {
+      if (!to) return;
+      std::memcpy(kept(to, per_head, 0, width), kept(from, per_head, 0, width), per_head * width * number_size());
+      now = to;
+    };
+    carry(s.before.sink_k, s.after.sink_k, now_.sink_k, v.p.sinks, v.D);
+    carry(s.before.sink_v, s.after.sink_v, now_.sink_v, v.p.sinks, v.V);
+    carry(s.before.block_k, s.after.block_k, now_.block_k, 2L * near_, v.D);
+    carry(s.before.block_v, s.after.block_v, now_.block_v, 2L * near_, v.V);
+  }
   void keep() {
     const auto copy = [&](void* k, void* values, long per_head, long slot) {
       std::memcpy(kept(k, per_head, slot, v.D), fresh(v.p.k), v.D * number_size());
       std::memcpy(kept(values, per_head, slot, v.V), fresh(v.p.v), v.V * number_size());
     };
-    if (before_ < v.p.sinks) copy(s.sink_k, s.sink_v, v.p.sinks, before_);
-    if (near_) copy(s.block_k, s.block_v, 2L * near_, near_ + before_ % near_);
+    if (before_ < v.p.sinks) copy(now_.sink_k, now_.sink_v, v.p.sinks, before_);
+    if (near_) copy(now_.block_k, now_.block_v, 2L * near_, near_ + before_ % near_);
   }
   // Keys and values that the new token may see exactly: one run of slots among the sinks, one among the blocks.
   struct Run {
@@ -59,14 +64,14 @@ class TokenStep {
   };
   Run sinks() const {
     const long seen = std::min<long>(v.p.sinks, before_ + real_);
-    return {kept(s.sink_k, v.p.sinks, 0, v.D), kept(s.sink_v, v.p.sinks, 0, v.V), int(seen)};
+    return {kept(now_.sink_k, v.p.sinks, 0, v.D), kept(now_.sink_v, v.p.sinks, 0, v.V), int(seen)};
   }
   Run blocks() const {
     if (!near_) return {nullptr, nullptr, 0};
     const long origin = before_ - before_ % near_ - near_;  // the token that slot 0 would hold
     const long first = std::max({0L, -origin, v.p.sinks - origin}), end = before_ + real_ - origin;
     const long size = 2L * near_, count = std::max(0L, end - first);
-    return {kept(s.block_k, size, first, v.D), kept(s.block_v, size, first, v.V), int(count)};
+    return {kept(now_.block_k, size, first, v.D), kept(now_.block_v, size, first, v.V), int(count)};
   }
   // One of them as floats; where it lies if it is float32 already.
   const float* as_float(const char* data, int e, int width, float* into) const {
@@ -75,29 +80,25 @@ class TokenStep {
     subquad::read_token(at, 0, v.p.dtype, width, 1, into);
     return into;
   }
-  void read_value(const void* data, long offset) {
-    subquad::read_token(data, offset, v.p.dtype, v.V, 1, values_);
-    values_[v.V] = 1;
-  }
 
   // Features ------------------------------------------------------------------------------------------------------------
 
   // W x, or x itself, then the rule's or the map's own business.
-  void features(const float* weight, const float* x) {
-    for (int m = 0; m < v.M; ++m) logs_[m] = weight ? dot(weight + long(m) * v.D, x, v.D) : x[m];
+  void features(const float* weight, const float* x, float* logs) {
+    for (int m = 0; m < v.M; ++m) logs[m] = weight ? dot(weight + long(m) * v.D, x, v.D) : x[m];
     if (!v.logarithmic())
       return with_kind(v.p.kind, [&](auto kind) {
         constexpr int KIND = decltype(kind)::value;
-        each(logs_, v.M, [](Vec y) { return elementwise<KIND>(y); });
+        each(logs, v.M, [](Vec y) { return elementwise<KIND>(y); });
       });
     if (v.p.rule != GROUPS) return;
     const int size = v.p.num_features / v.p.rule_groups;
     for (int m = 0; m < v.M; m += size) {
-      const float top = *std::max_element(logs_ + m, logs_ + m + size);
+      const float top = *std::max_element(logs + m, logs + m + size);
       float sum = 0;
-      for (int i = m; i < m + size; ++i) sum += std::exp(logs_[i] - top);
+      for (int i = m; i < m + size; ++i) sum += std::exp(logs[i] - top);
       const float grown = std::log(sum);
-      for (int i = m; i < m + size; ++i) logs_[i] = logs_[i] - top - grown;
+      for (int i = m; i < m + size; ++i) logs[i] = logs[i] - top - grown;
     }
   }
   // x = work(x), a vector at a time.
@@ -115,39 +116,91 @@ class TokenStep {
     each(x, count, [&](Vec y) { return vexp(y - splat(reference)); });
   }
 
-  // The far field with the key `y_` and `values_` in it.
-  void fold() {
-    features(v.key, y_);
+  // Key and value number i of those that are folded together.
+  void take_key(int i, const void* k, const void* values) {
+    float* logs = logs_ + long(i) * v.M;
+    subquad::read_token(k, 0, v.p.dtype, v.D, v.p.root, y_);
+    features(v.key, y_, logs);
     const float scalar = -v.key_norms * dot(y_, y_, v.D) / 2;
-    for (int m = 0; m < v.M && v.logarithmic(); ++m) {
-      const float log = logs_[m] + v.bias[m] + scalar, grown = std::max(far_max_[m], log);
-      decay_[m] = far_max_[m] - grown;
-      logs_[m] = log - grown;
-      far_max_[m] = grown;
-    }
-    if (v.logarithmic()) exponentials(logs_, v.M, 0), exponentials(decay_, v.M, 0);
-    for (int m = 0; m < v.M; ++m) {
-      float* row = far_sum_ + long(m) * (v.V + 1);
-      const float decay = v.logarithmic() ? decay_[m] : 1, weight = logs_[m];
-      for (int j = 0; j <= v.V; ++j) row[j] = row[j] * decay + weight * values_[j];
-    }
+    for (int m = 0; m < v.M && v.logarithmic(); ++m) logs[m] += v.bias[m] + scalar;
+    float* row = values_ + i * (v.V + 1L);
+    subquad::read_token(values, 0, v.p.dtype, v.V, 1, row);
+    row[v.V] = 1;
   }
 
-  // The previous block into the far field, the full one in its place.
-  void begin_block() {
+  // `count` keys, taken before, into the far field: summed up by themselves first, then added once.
+  void fold(int count) {
+    const long place = Field::place(v, 0), row = v.V + 1;
+    const float* max = s.before.far_max + (v.logarithmic() ? place : 0);
+    float *new_max = s.after.far_max + (v.logarithmic() ? place : 0), *decay = pool().take(v.M);
+    for (int m = 0; m < v.M; ++m) {
+      float grown = v.logarithmic() ? max[m] : 0;
+      for (int i = 0; i < count && v.logarithmic(); ++i) grown = std::max(grown, logs_[long(i) * v.M + m]);
+      decay[m] = v.logarithmic() ? max[m] - grown : 0;
+      if (v.logarithmic()) new_max[m] = grown;
+    }
+    exponentials(decay, v.M, 0);
+    for (int i = 0; i < count && v.logarithmic(); ++i) {
+      for (int m = 0; m < v.M; ++m) logs_[long(i) * v.M + m] -= new_max[m];
+      exponentials(logs_ + long(i) * v.M, v.M, 0);
+    }
+    for (int m = 0; m < v.M; ++m) {
+      std::fill(sums_, sums_ + row, 0.0f);
+      for (int i = 0; i < count; ++i) add_multiple(logs_[long(i) * v.M + m], values_ + i * row, sums_);
+      const long at = (place + m) * row;
+      add_exactly(s.before.far_sum + at, s.before.far_low + at, decay[m], sums_, s.after.far_sum + at,
+                  s.after.far_low + at);
+    }
+  }
+  void add_multiple(float weight, const float* __restrict__ from, float* __restrict__ to) const {
+    for (int j = 0; j <= v.V; ++j) to[j] += weight * from[j];
+  }
+  // (high, low) decay + more, where high is the sum as a float and low what that leaves out.
+  void add_exactly(const float* __restrict__ high, const float* __restrict__ low, float decay,
+                   const float* __restrict__ more, float* __restrict__ new_high, float* __restrict__ new_low) const {
+    for (int j = 0; j <= v.V; ++j) {
+      const float large = high[j] * decay, sum = large + more[j], part = sum - large;
+      const float rest = low[j] * decay + ((large - (sum - part)) + (more[j] - part));
+      new_high[j] = sum + rest;
+      new_low[j] = rest - (new_high[j] - sum);
+    }
+  }
+  // The far field where nothing is folded, but other sequences fold.
+  void keep_far() {
+    if (!s.after.far_sum) return;
+    const long place = Field::place(v, 0), numbers = v.M * (v.V + 1L);
+    if (v.logarithmic()) std::copy_n(s.before.far_max + place, v.M, s.after.far_max + place);
+    std::copy_n(s.before.far_sum + place * (v.V + 1), numbers, s.after.far_sum + place * (v.V + 1));
+    std::copy_n(s.before.far_low + place * (v.V + 1), numbers, s.after.far_low + place * (v.V + 1));
+  }
+
+  // near = 0: the new token enters the far field, which then is what it reads.
+  void fold_token() {
+    if (real_ && before_ >= v.p.sinks) {
+      take_key(0, fresh(v.p.k), fresh(v.p.v));
+      fold(1);
+    } else {
+      keep_far();
+    }
+    now_.far_max = s.after.far_max, now_.far_sum = s.after.far_sum;
+  }
+
+  // near > 0: if the block is full, the previous one goes into the far field, and the full one takes its place.
+  void end_block() {
+    if (!real_ || (before_ + 1) % near_) return keep_far();
+    int count = 0;
     for (int i = 0; i < near_; ++i) {
       const long index = before_ + 1 - 2L * near_ + i;
       if (index < 0 || index < v.p.sinks) continue;
-      subquad::read_token(kept(s.block_k, 2L * near_, i, v.D), 0, v.p.dtype, v.D, v.p.root, y_);
-      read_value(kept(s.block_v, 2L * near_, i, v.V), 0);
-      fold();
+      take_key(count++, kept(now_.block_k, 2L * near_, i, v.D), kept(now_.block_v, 2L * near_, i, v.V));
     }
+    count ? fold(count) : keep_far();
     const auto move = [&](void* base, int width) {
       const long size = near_ * width * number_size();
       std::memcpy(kept(base, 2L * near_, 0, width), kept(base, 2L * near_, near_, width), size);
       std::memset(kept(base, 2L * near_, near_, width), 0, size);
     };
-    move(s.block_k, v.D), move(s.block_v, v.V);
+    move(now_.block_k, v.D), move(now_.block_v, v.V);
   }
 
   // Reading -------------------------------------------------------------------------------------------------------------
@@ -157,7 +210,7 @@ class TokenStep {
     float* out = s.out + (v.b * v.p.key_heads * v.p.groups + head) * v.V;
     if (near_ && !real_) return std::fill(out, out + v.V, 0.0f), void();
     subquad::read_token(v.p.q, v.p.dtype, v.b, head, 0, v.D, v.p.root, x_);
-    features(v.query, x_);
+    features(v.query, x_, logs_);
     std::fill(sums_, sums_ + v.V + 1, 0.0f);
     if (v.logarithmic())
       read_logarithmic();
@@ -168,10 +221,8 @@ class TokenStep {
   }
 
   void add_far() {
-    for (int m = 0; m < v.M; ++m) {
-      const float* row = far_sum_ + long(m) * (v.V + 1);
-      for (int j = 0; j <= v.V; ++j) sums_[j] += logs_[m] * row[j];
-    }
+    const float* sum = now_.far_sum + Field::place(v, 0) * (v.V + 1);
+    for (int m = 0; m < v.M; ++m) add_multiple(logs_[m], sum + m * (v.V + 1L), sums_);
   }
 
   void read_elementwise() {
@@ -188,8 +239,9 @@ class TokenStep {
     const Run first = sinks(), second = blocks();
     logits(first, logits_), logits(second, logits_ + first.count);
     const int count = first.count + second.count;
+    const float* max = now_.far_max + Field::place(v, 0);
     float far = -INFINITE, exact = -INFINITE;
-    for (int m = 0; m < v.M; ++m) far = std::max(far, logs_[m] += far_max_[m]);
+    for (int m = 0; m < v.M; ++m) far = std::max(far, logs_[m] += max[m]);
     for (int e = 0; e < count; ++e) exact = std::max(exact, logits_[e]);
     exponentials(logs_, v.M, std::max(far, exact - scalar));
     exponentials(logits_, count, std::max(exact, far + scalar));
@@ -213,21 +265,20 @@ class TokenStep {
 
   const View& v;
   const Step& s;
-  float *far_max_, *far_sum_;
+  Kept now_;  // where what is read stands: before or after
   bool real_;
   long before_;
   int near_;
-  float *x_, *y_, *values_, *logs_, *decay_, *logits_, *sums_;
+  float *x_, *y_, *values_, *logs_, *logits_, *sums_;
 };
 
 inline void step(const Problem& p, const Step& s) {
   const long heads = task_count(p), keys = p.sinks + (p.near_blocks ? 2L * p.block : 0);
-  [[maybe_unused]] const bool worth_waking = heads * (p.num_features + keys) * (p.head_dim + p.value_dim) > 200000;
-#pragma omp parallel for schedule(static) num_threads(p.threads) if (worth_waking)
-  for (long task = 0; task < heads; ++task) {
+  const bool worth_waking = heads * (p.num_features + keys) * (p.head_dim + p.value_dim) > 200000;
+  each_task(worth_waking ? p.threads : 1, heads, [&](long task) {
     pool().reset();
     TokenStep(View(p, task), s).run();
-  }
+  });
 }
 
 }  // namespace subquad

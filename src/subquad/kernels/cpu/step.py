@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from subquad.features import FeatureMap
-from subquad.kernels.cpu.library import DTYPES, Problem, Step, array, dense_rows
+from subquad.kernels.cpu.library import DTYPES, KEPT, Problem, Step, array, dense_rows
 from subquad.kernels.cpu.problem import KINDS, RULES, engine, float32
 from subquad.kernels.cpu.run import fill
 
@@ -65,13 +65,13 @@ def favor_step(
 ) -> tuple[Tensor, Any]:
     """q, k, v `[B, ., 1, .]`, real `[B]` (None: all), state a `FavorState`."""
     sinks, length = state.sink_k.shape[2], state.length.tolist()
-    far_max, far_sum = state.far_max.contiguous(), state.far_sum.contiguous()
-    if not near or any((before + 1) % near == 0 for before in length):
-        far_max, far_sum = far_max.clone(), far_sum.clone()
-    kept = {name: getattr(state, name).contiguous() for name in ("sink_k", "sink_v", "block_k", "block_v")}
-    for name, tensor in kept.items():
-        if near if name.startswith("block") else any(before < sinks for before in length):
-            kept[name] = tensor.clone()
+    changes = {
+        "far": not near or any((before + 1) % near == 0 for before in length),
+        "sink": any(before < sinks for before in length),
+        "block": near > 0,
+    }
+    kept = {name: getattr(state, name).contiguous() for name in KEPT}
+    new = {name: torch.empty_like(tensor) for name, tensor in kept.items() if changes[name.partition("_")[0]]}
     shape = {
         **{"kind": KINDS.index("exp"), "rule": RULES.index(map.rule), "rule_groups": map.groups},
         **{"map_heads": map.query.shape[0], "num_features": map.num_features, "sinks": sinks},
@@ -82,10 +82,10 @@ def favor_step(
         **{"offset_weight": float32(map.offset_weight), "offset_bias": float32(map.offset_bias)},
     }
     flags = None if real is None else real.contiguous()
-    fields = {"real": flags, "length": state.length.contiguous(), "far_max": far_max, "far_sum": far_sum, **kept}
+    fields = {"real": flags, "length": state.length.contiguous(), **kept, **{f"new_{k}": t for k, t in new.items()}}
     out = _run(shape, q, k, v, root, maps, **fields)
     after = state.length + (1 if real is None else real)
-    return out, state._replace(length=after, far_max=far_max, far_sum=far_sum, **kept)
+    return out, state._replace(length=after, **{**kept, **new})
 
 
 def linear_step(
@@ -95,14 +95,17 @@ def linear_step(
     weight: Tensor | None,
     real: Tensor | None,
     far_sum: Tensor,
+    far_low: Tensor,
     feature_map: str,
     root: float,
-) -> tuple[Tensor, Tensor]:
-    """Output, and `far_sum` with the new token in it."""
-    weight, far_sum = float32(weight), far_sum.clone(memory_format=torch.contiguous_format)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, and `far_sum` and `far_low` with the new token in them."""
+    weight = float32(weight)
     shape = {"kind": KINDS.index(feature_map), "num_features": far_sum.shape[2], "block": 1}
     shape["map_heads"] = 1 if weight is None else weight.shape[0]
     none = torch.zeros(q.shape[0], dtype=torch.int64)
     flags = None if real is None else real.contiguous()
-    fields = {"real": flags, "length": none, "far_max": none, "far_sum": far_sum}
-    return _run(shape, q, k, v, root, {"query": weight, "key": weight}, **fields), far_sum
+    kept = {"far_sum": far_sum.contiguous(), "far_low": far_low.contiguous()}
+    new = {f"new_{name}": torch.empty_like(tensor) for name, tensor in kept.items()}
+    out = _run(shape, q, k, v, root, {"query": weight, "key": weight}, real=flags, length=none, **kept, **new)
+    return out, new["new_far_sum"], new["new_far_low"]
