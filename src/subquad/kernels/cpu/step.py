@@ -4,49 +4,31 @@ The caller's state is left alone: what changes is copied first, and what does no
 """
 
 import ctypes
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from subquad.checks import engine as checks
 from subquad.features import FeatureMap
-from subquad.kernels.cpu.library import DTYPES, Problem, Step, array, dense_rows
-from subquad.kernels.cpu.problem import KINDS, RULES, engine, float32
-from subquad.kernels.cpu.run import fill
-
-
-@functools.lru_cache(maxsize=64)
-def _template(**numbers: int) -> Problem:
-    """A problem without pointers: those are all that changes from token to token."""
-    return Problem(**numbers)
+from subquad.kernels.cpu import gate
+from subquad.kernels.cpu.favor import map_numbers, map_tensors
+from subquad.kernels.cpu.gate import Plan
+from subquad.kernels.cpu.library import Step
+from subquad.kernels.cpu.problem import KINDS, dense_rows, engine, float32, make_plan
 
 
 def _run(
-    shape: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, root: float, maps: dict[str, Tensor | None], **fields: Any
+    plan: Plan,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    root: float,
+    maps: dict[str, Tensor | None],
+    **fields: Tensor | None,
 ) -> Tensor:
-    """`shape`: numbers of the problem that the tensors do not tell."""
-    q, k, v = (dense_rows(t) for t in (q, k, v))
-    batch, heads, _, head_dim = q.shape
-    key_heads, value_dim = k.shape[1], v.shape[3]
-    given = Problem.from_buffer_copy(
-        _template(
-            dtype=DTYPES[q.dtype],
-            batch=batch,
-            key_heads=key_heads,
-            groups=heads // key_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            threads=torch.get_num_threads(),
-            **{"length": 1, "key_length": 1, "slices": 1, "mask_batch": 1, "tile": 1},
-            **shape,
-        )
-    )
-    given.root, given.q, given.k, given.v = root, array(q), array(k), array(v)
-    for name, tensor in maps.items():
-        setattr(given, name, None if tensor is None else tensor.data_ptr())
-    out = torch.empty(batch, heads, 1, value_dim, dtype=torch.float32)
-    filled = fill(Step, [], out=out, **fields)
+    q, k, v = (dense_rows(t) for t in qkv)
+    given = plan.problem(root, step=True, q=q, k=k, v=v, **maps)
+    out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32, device="cpu")
+    filled = plan.fill(Step(), out=out, **fields)
     engine().step(ctypes.byref(given), ctypes.byref(filled))
     return out.to(q.dtype)
 
@@ -65,6 +47,7 @@ def favor_step(
 ) -> tuple[Tensor, Any]:
     """q, k, v `[B, ., 1, .]`, real `[B]` (None: all), state a `FavorState`."""
     sinks, length = state.sink_k.shape[2], state.length.tolist()
+    checks.lengths(gate.OP, "length", length, gate.MOST_TOKENS)
     far_max, far_sum = state.far_max.contiguous(), state.far_sum.contiguous()
     if not near or any((before + 1) % near == 0 for before in length):
         far_max, far_sum = far_max.clone(), far_sum.clone()
@@ -72,18 +55,11 @@ def favor_step(
     for name, tensor in kept.items():
         if near if name.startswith("block") else any(before < sinks for before in length):
             kept[name] = tensor.clone()
-    shape = {
-        **{"kind": KINDS.index("exp"), "rule": RULES.index(map.rule), "rule_groups": map.groups},
-        **{"map_heads": map.query.shape[0], "num_features": map.num_features, "sinks": sinks},
-        **{"gaussian": int(gaussian), "near_blocks": int(near > 0), "block": near or 1},
-    }
-    maps = {
-        **{"query": float32(map.query), "key": float32(map.key), "key_bias": float32(map.key_bias)},
-        **{"offset_weight": float32(map.offset_weight), "offset_bias": float32(map.offset_bias)},
-    }
+    numbers = {"sinks": sinks, "gaussian": int(gaussian), "near_blocks": int(near > 0), "block": near or 1}
+    plan = make_plan(q, k, v, **map_numbers(map), **numbers)
     flags = None if real is None else real.contiguous()
     fields = {"real": flags, "length": state.length.contiguous(), "far_max": far_max, "far_sum": far_sum, **kept}
-    out = _run(shape, q, k, v, root, maps, **fields)
+    out = _run(plan, (q, k, v), root, map_tensors(map), **fields)
     after = state.length + (1 if real is None else real)
     return out, state._replace(length=after, far_max=far_max, far_sum=far_sum, **kept)
 
@@ -100,9 +76,10 @@ def linear_step(
 ) -> tuple[Tensor, Tensor]:
     """Output, and `far_sum` with the new token in it."""
     weight, far_sum = float32(weight), far_sum.clone(memory_format=torch.contiguous_format)
-    shape = {"kind": KINDS.index(feature_map), "num_features": far_sum.shape[2], "block": 1}
-    shape["map_heads"] = 1 if weight is None else weight.shape[0]
-    none = torch.zeros(q.shape[0], dtype=torch.int64)
+    map_heads = 1 if weight is None else weight.shape[0]
+    numbers = {"kind": KINDS.index(feature_map), "map_heads": map_heads, "num_features": far_sum.shape[2], "block": 1}
+    start = torch.zeros(q.shape[0], dtype=torch.int64, device="cpu")  # it has no positions
     flags = None if real is None else real.contiguous()
-    fields = {"real": flags, "length": none, "far_max": none, "far_sum": far_sum}
-    return _run(shape, q, k, v, root, {"query": weight, "key": weight}, **fields), far_sum
+    fields = {"real": flags, "length": start, "far_sum": far_sum}
+    plan, maps = make_plan(q, k, v, **numbers), {"query": weight, "key": weight}
+    return _run(plan, (q, k, v), root, maps, **fields), far_sum
