@@ -25,6 +25,10 @@ def shape_of(tensor: Tensor) -> str:
     return "[" + ", ".join(map(str, tensor.shape)) + "]"
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 # Tensors --------------------------------------------------------------------------------------------------------------
 
 

@@ -61,10 +61,7 @@ def _facts() -> dict[str, str]:
 
     native = library.LOADED
     threads = f"{torch.get_num_threads()} threads"
-    if isinstance(native, Library):
-        engine = f"{native.machine}, {threads}"
-    else:
-        engine = "none"
+    engine = f"{native.machine}, {threads}" if isinstance(native, Library) else "none"
     facts = {
         "subquad": version("subquad"),
         "python": platform.python_version(),

@@ -4,8 +4,9 @@ from torch import Tensor
 
 from subquad.features import FeatureMap
 from subquad.kernels.cpu import problem
+from subquad.kernels.cpu.gate import Plan
 from subquad.kernels.cpu.library import Problem
-from subquad.kernels.cpu.problem import KINDS, RULES, float32, make_problem, mask, parts_per_head, rows
+from subquad.kernels.cpu.problem import KINDS, RULES, dense_rows, float32, make_plan, mask, parts_per_head
 from subquad.kernels.cpu.run import run_backward, run_forward
 from subquad.kernels.favor.problem import EngineOptions, FavorInputs, Gradients
 from subquad.kernels.logs import MapGradients
@@ -22,22 +23,22 @@ def border_count(length: int, heads: int, num_features: int, options: EngineOpti
     return problem.border_count(length, block, num_features) * (1 if options.causal else 2)
 
 
-def map_fields(map: FeatureMap) -> dict[str, object]:
+def map_numbers(map: FeatureMap) -> dict[str, int]:
     return {
         "kind": KINDS.index("exp"),
         "rule": RULES.index(map.rule),
         "rule_groups": map.groups,
         "map_heads": map.query.shape[0],
         "num_features": map.num_features,
-        "query": float32(map.query),
-        "key": float32(map.key),
-        "key_bias": float32(map.key_bias),
-        "offset_weight": float32(map.offset_weight),
-        "offset_bias": float32(map.offset_bias),
     }
 
 
-def _problem(inputs: FavorInputs, options: EngineOptions, keep: list[Tensor]) -> Problem:
+def map_tensors(map: FeatureMap) -> dict[str, Tensor | None]:
+    names = ("query", "key", "key_bias", "offset_weight", "offset_bias")
+    return {name: float32(getattr(map, name)) for name in names}
+
+
+def _problem(inputs: FavorInputs, options: EngineOptions) -> tuple[Plan, Problem]:
     q, k, v, sink_k, sink_v, feature_map, *masks, far_max, far_sum = inputs
     batch = max((m.shape[0] for m in masks if m is not None), default=1)
     alive, fold, sink_seen = (mask(m, batch) for m in masks)
@@ -45,27 +46,32 @@ def _problem(inputs: FavorInputs, options: EngineOptions, keep: list[Tensor]) ->
     divisible = (
         feature_map.groups if feature_map.rule == "groups" else feature_map.num_features // problem.SMALLEST_SLICE
     )
-    return make_problem(
-        *(q, k, v, keep),
-        **map_fields(feature_map),
-        **{"sinks": sink_k.shape[2], "sink_k": rows(sink_k, keep), "sink_v": rows(sink_v, keep)},
-        **{"alive": alive, "fold": fold, "sink_seen": sink_seen, "mask_batch": batch},
-        **{"far_max": float32(far_max), "far_sum": float32(far_sum)},
-        **{"causal": options.causal, "gaussian": options.gaussian, "near_blocks": options.near > 0},
+    plan = make_plan(
+        *(q, k, v),
+        **map_numbers(feature_map),
+        **{"sinks": sink_k.shape[2], "mask_batch": batch},
+        **{"causal": int(options.causal), "gaussian": int(options.gaussian), "near_blocks": int(options.near > 0)},
         block=block,
         blocks_per_segment=problem.blocks_per_segment(block, feature_map.num_features),
         tile=min(options.chunk or problem.TILE, problem.TILE),
         slices=max(1, min(parts_per_head(q.shape[0] * k.shape[1]), divisible)),
-        root=options.scale**0.5,
     )
+    rows = {"q": q, "k": k, "v": v, "sink_k": sink_k, "sink_v": sink_v}
+    given = plan.problem(
+        options.scale**0.5,
+        **{name: dense_rows(tensor) for name, tensor in rows.items()},
+        **map_tensors(feature_map),
+        **{"alive": alive, "fold": fold, "sink_seen": sink_seen},
+        **{"far_max": float32(far_max), "far_sum": float32(far_sum)},
+    )
+    return plan, given
 
 
 def forward(inputs: FavorInputs, options: EngineOptions) -> tuple[Tensor, ...]:
     """As `kernels.favor.forward`."""
-    keep: list[Tensor] = []
-    given = _problem(inputs, options, keep)
+    plan, given = _problem(inputs, options)
     borders = border_count(inputs.q.shape[2], 0, inputs.map.num_features, options)
-    return run_forward(given, inputs.q, inputs.map.num_features, (2,), borders)
+    return run_forward(plan, given, inputs.q, inputs.map.num_features, (2,), borders)
 
 
 def backward(
@@ -78,8 +84,7 @@ def backward(
     want_map_gradients: bool,
 ) -> tuple[Gradients, Tensor, MapGradients | None]:
     """As `kernels.favor.backward`."""
-    keep: list[Tensor] = []
-    given = _problem(inputs, options, keep)
+    plan, given = _problem(inputs, options)
     slices, heads = given.slices, (inputs.q.shape[0], inputs.k.shape[1])
     zeros = borders_sum.new_zeros
     sinks = [zeros(slices, *t.shape) for t in (inputs.sink_k, inputs.sink_v)]
@@ -91,7 +96,7 @@ def backward(
             *(zeros(0) if t is None else zeros(slices, *heads, *t.shape[1:]) for t in (m.offset_weight, m.offset_bias)),
         )
     q, k, v, grad_state = run_backward(
-        given, inputs[:3], saved, borders_max, borders_sum, grad_far_sum, sinks=sinks, map=of_map
+        *(plan, given, inputs[:3], saved, borders_max, borders_sum, grad_far_sum), sinks=sinks, map=of_map
     )
     gradients = Gradients(q, k, v, *(s.sum(0) for s in sinks))
     return gradients, grad_state, None if of_map is None else _sum_over_sequences(of_map, inputs.map)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from subquad import checks
 from subquad.kernels.cpu.build import fingerprint
@@ -119,16 +118,3 @@ def _raise_failure(status: int, *_: Any) -> None:
 LOADED = _load()
 AVAILABLE = isinstance(LOADED, Library)
 PROBLEM = "" if isinstance(LOADED, Library) else LOADED
-
-
-def pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None or not tensor.numel() else tensor.data_ptr()
-
-
-def dense_rows(tensor: Tensor) -> Tensor:
-    """With neighbouring numbers side by side in the last dimension; any other strides will do."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
-def array(tensor: Tensor) -> Array:
-    return Array(pointer(tensor), *tensor.stride()[:3])

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.cpu import problem
+from subquad.kernels.cpu.gate import Plan
 from subquad.kernels.cpu.library import Problem
-from subquad.kernels.cpu.problem import KINDS, float32, make_problem, mask, parts_per_head
+from subquad.kernels.cpu.problem import KINDS, dense_rows, float32, make_plan, mask, parts_per_head
 from subquad.kernels.cpu.run import run_backward, run_forward
 from subquad.kernels.linear import LinearGradients, LinearInputs, LinearOptions
 from subquad.kernels.problem import Saved
@@ -28,33 +29,32 @@ def border_count(length: int, heads: int, num_features: int, options: LinearOpti
     return problem.border_count(length, block, num_features) if options.causal else 1
 
 
-def _problem(inputs: LinearInputs, options: LinearOptions, keep: list[Tensor]) -> Problem:
-    q, k, v = inputs[:3]
+def _problem(inputs: LinearInputs, options: LinearOptions) -> tuple[Plan, Problem]:
+    q, k, v = (dense_rows(t) for t in inputs[:3] if t is not None)
     weight, alive = float32(inputs.weight), mask(inputs.alive, 1)
     num_features = k.shape[-1] if weight is None else weight.shape[1]
     block = problem.block_size(0, options.chunk or BLOCK, q.shape[2])
-    return make_problem(
-        *(q, k, v, keep),
+    plan = make_plan(
+        *(q, k, v),
         kind=KINDS.index(options.feature_map),
         num_features=num_features,
         map_heads=1 if weight is None else weight.shape[0],
-        **{"query": weight, "key": weight, "alive": alive, "mask_batch": 1 if alive is None else alive.shape[0]},
-        **{"far_max": float32(inputs.far_max), "far_sum": float32(inputs.far_sum)},
-        causal=options.causal,
+        mask_batch=1 if alive is None else alive.shape[0],
+        causal=int(options.causal),
         block=block,
         blocks_per_segment=problem.blocks_per_segment(block, num_features),
         tile=block,
         stretches=parts_per_head(q.shape[0] * k.shape[1]),
-        root=options.root,
     )
+    far = {"far_max": float32(inputs.far_max), "far_sum": float32(inputs.far_sum)}
+    return plan, plan.problem(options.root, q=q, k=k, v=v, query=weight, key=weight, alive=alive, **far)
 
 
 def forward(inputs: LinearInputs, options: LinearOptions) -> tuple[Tensor, ...]:
     """As `kernels.linear.forward`."""
-    keep: list[Tensor] = []
-    given = _problem(inputs, options, keep)
+    plan, given = _problem(inputs, options)
     borders = border_count(inputs.q.shape[2], 0, given.num_features, options)
-    return run_forward(given, inputs.q, 1, (), borders)
+    return run_forward(plan, given, inputs.q, 1, (), borders)
 
 
 def backward(
@@ -67,14 +67,15 @@ def backward(
     want_weight: bool = True,
 ) -> LinearGradients:
     """As `kernels.linear.backward`."""
-    keep: list[Tensor] = []
-    given = _problem(inputs, options, keep)
+    plan, given = _problem(inputs, options)
     heads, zeros = (inputs.q.shape[0], inputs.k.shape[1]), borders_sum.new_zeros
     of_map, weight = None, zeros(0) if inputs.weight is None else torch.zeros_like(inputs.weight, dtype=torch.float32)
     if inputs.weight is not None and want_weight:
         shape = (*heads, *inputs.weight.shape[1:])
         of_map = _MapGradients(zeros(shape), zeros(shape))
-    q, k, v, grad_state = run_backward(given, inputs[:3], saved, borders_max, borders_sum, grad_far_sum, [], of_map)
+    q, k, v, grad_state = run_backward(
+        plan, given, inputs[:3], saved, borders_max, borders_sum, grad_far_sum, [], of_map
+    )
     if of_map is not None:
         per_head = (of_map.query + of_map.key).sum(0)
         weight = per_head if weight.shape[0] > 1 else per_head.sum(0, keepdim=True)

@@ -1,22 +1,23 @@
 """One attention problem as the C++ engine wants it."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from subquad.kernels.cpu import library
-from subquad.kernels.cpu.library import DTYPES, Array, Library, Problem, array, dense_rows, pointer
+from subquad.checks import engine as checks
+from subquad.kernels.cpu import gate, library
+from subquad.kernels.cpu.gate import TILE, Plan
+from subquad.kernels.cpu.library import DTYPES, Library
 
-TILE = 64  # as in tokens.hpp
 RULES = ("none", "norm", "groups")
 KINDS = ("exp", "elu1", "relu", "softplus", "relu2", "identity")
 SMALLEST_SLICE = 16  # features: fewer would leave vectors half empty
 
 
 def engine() -> Library:
-    assert isinstance(library.LOADED, Library), library.LOADED  # `choose_engine` asked first
+    if not isinstance(library.LOADED, Library):
+        raise checks.no_engine(library.LOADED)
     return library.LOADED
 
 
@@ -41,35 +42,43 @@ def parts_per_head(heads: int) -> int:
     return 1 if heads >= 4 * threads else threads // math.gcd(heads, threads)
 
 
-def make_problem(q: Tensor, k: Tensor, v: Tensor, keep: list[Tensor], **fields: Any) -> Problem:
-    """`keep` holds what must outlive the call. Fields that are not given are zero."""
-    q, k, v = tensors = [dense_rows(t) for t in (q, k, v)]
-    keep += tensors
-    values: dict[str, Any] = {
-        "dtype": DTYPES[q.dtype],
+def make_plan(q: Tensor, k: Tensor, v: Tensor, **others: int) -> Plan:
+    """The numbers that the inputs tell, and `others`."""
+    numbers = {
+        "dtype": dtype_number(q),
+        "rule": 0,
+        "rule_groups": 1,
         "batch": q.shape[0],
         "key_heads": k.shape[1],
         "groups": q.shape[1] // k.shape[1],
         "map_heads": 1,
-        "rule_groups": 1,
         "head_dim": q.shape[3],
         "value_dim": v.shape[3],
+        "sinks": 0,
+        "causal": 0,
+        "gaussian": 0,
+        "near_blocks": 0,
         "mask_batch": 1,
         "blocks_per_segment": 1,
+        "threads": torch.get_num_threads(),
         "slices": 1,
         "stretches": 1,
         "tile": TILE,
-        "threads": torch.get_num_threads(),
         "length": q.shape[2],
         "key_length": k.shape[2],
-        **{"q": array(q), "k": array(k), "v": array(v)},
     }
-    values |= fields
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            keep.append(value)
-            values[name] = pointer(value)
-    return Problem(**{name: value for name, value in values.items() if value is not None})
+    return gate.plan(**numbers | others)
+
+
+def dtype_number(q: Tensor) -> int:
+    if q.dtype not in DTYPES:
+        raise checks.wrong_dtype(gate.OP, "q", q, list(DTYPES))
+    return DTYPES[q.dtype]
+
+
+def dense_rows(tensor: Tensor) -> Tensor:
+    """With neighbouring numbers side by side in the last dimension; any other strides will do."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 def float32(tensor: Tensor | None) -> Tensor | None:
@@ -81,8 +90,3 @@ def mask(tensor: Tensor | None, batch: int) -> Tensor | None:
     if tensor is None:
         return None
     return tensor.expand(batch if batch > 1 else tensor.shape[0], -1).contiguous()
-
-
-def rows(tensor: Tensor, keep: list[Tensor]) -> Array:
-    keep.append(dense_rows(tensor))
-    return array(keep[-1])

@@ -6,17 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.kernels.cpu.library import Backward, Forward, Problem, pointer
-from subquad.kernels.cpu.problem import engine, float32, rows
+from subquad.kernels.cpu.gate import Plan
+from subquad.kernels.cpu.library import Backward, Forward, Problem
+from subquad.kernels.cpu.problem import dense_rows, engine, float32
 from subquad.kernels.problem import Saved
-
-
-def fill(structure: type, keep: list[Tensor], **fields: Any) -> Any:
-    for name, value in fields.items():
-        if isinstance(value, Tensor):
-            keep.append(value)
-            fields[name] = pointer(value)
-    return structure(**fields)
 
 
 def _shapes(given: Problem, maxima: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -25,28 +18,30 @@ def _shapes(given: Problem, maxima: int) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def run_forward(
-    given: Problem, q: Tensor, maxima: int, normaliser: tuple[int, ...], borders: int
+    plan: Plan, given: Problem, q: Tensor, maxima: int, normaliser: tuple[int, ...], borders: int
 ) -> tuple[Tensor, ...]:
     """Output, normaliser, borders (max, sum), last state (max, sum), as the torch engines return them."""
 
     def new(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32)
+        return torch.empty(shape, dtype=torch.float32, device="cpu")
 
     max_shape, sum_shape = _shapes(given, maxima)
     out, norm = new(*q.shape[:3], given.value_dim), new(*q.shape[:3], *normaliser)
     # maxima of linear attention are all zero, and the engine does not write them
-    borders_max, borders_sum = torch.zeros(borders, *max_shape), new(borders, *sum_shape)
-    far_max, far_sum = (torch.zeros(max_shape), new(*sum_shape)) if given.causal else (new(0), new(0))
-    filled = fill(
-        *(Forward, []),
-        **{"out": out, "normaliser": norm, "borders_max": borders_max, "borders_sum": borders_sum},
-        **{"far_max": far_max, "far_sum": far_sum},
+    borders_max, borders_sum = new(borders, *max_shape).zero_(), new(borders, *sum_shape)
+    far_max, far_sum = (new(*max_shape).zero_(), new(*sum_shape)) if given.causal else (new(0), new(0))
+    filled = plan.fill(
+        Forward(),
+        **{"out": out, "normaliser": norm},
+        **({"borders_max": borders_max, "borders_sum": borders_sum} if borders else {}),
+        **({"far_max": far_max, "far_sum": far_sum} if given.causal else {}),
     )
     engine().forward(ctypes.byref(given), ctypes.byref(filled))
     return out.to(q.dtype), norm, borders_max, borders_sum, far_max, far_sum
 
 
 def run_backward(
+    plan: Plan,
     given: Problem,
     inputs: tuple[Tensor, ...],
     saved: Saved,
@@ -57,20 +52,21 @@ def run_backward(
     map: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k and v in float32, and of the first state; those of `sinks` and `map` are added in place."""
-    keep: list[Tensor] = []
-    q, k, v = (torch.empty(t.shape, dtype=torch.float32) for t in inputs)
+    q, k, v = (torch.empty(t.shape, dtype=torch.float32, device="cpu") for t in inputs)
     grad_state = borders_sum.new_empty(0)
     if given.causal:
-        grad_state = torch.zeros_like(borders_sum[0])
-        if grad_far_sum is not None:
-            grad_state.copy_(grad_far_sum)
-    filled = fill(
-        *(Backward, keep),
-        **{"grad_out": rows(saved.grad_out, keep), "out": rows(saved.out, keep), "q": q, "k": k, "v": v},
-        **{"normaliser": float32(saved.normaliser), "far_sum": grad_state},
+        grad_state = torch.zeros_like(borders_sum[0]) if grad_far_sum is None else _own_copy(grad_far_sum)
+    filled = plan.fill(
+        Backward(),
+        **{"grad_out": dense_rows(saved.grad_out), "out": dense_rows(saved.out), "q": q, "k": k, "v": v},
+        **{"normaliser": float32(saved.normaliser), "far_sum": grad_state if given.causal else None},
         **{"borders_max": float32(borders_max), "borders_sum": float32(borders_sum)},
         **dict(zip(("sink_k", "sink_v"), sinks, strict=False)),
-        **({} if map is None else map._asdict()),
+        **({} if map is None else {name: grad if grad.numel() else None for name, grad in map._asdict().items()}),
     )
     engine().backward(ctypes.byref(given), ctypes.byref(filled))
     return q, k, v, grad_state
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32).clone(memory_format=torch.contiguous_format)

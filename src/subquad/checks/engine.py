@@ -1,0 +1,105 @@
+"""Tensors and numbers that cross into an engine: the torch operators, and the gate to the C++ engine."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from subquad import checks
+from subquad.errors import BackendError, ConfigError, DtypeError, ShapeError, SubquadError
+
+Size = int | tuple[int, ...]  # a size, or several that will do
+
+
+def tensor(op: str, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[Size]) -> None:
+    """A tensor of one of the dtypes and of the shape. Sizes that are symbols of a traced graph are not looked at."""
+    plain_layout(op, name, tensor)
+    if tensor.dtype not in dtypes:
+        raise wrong_dtype(op, name, tensor, dtypes)
+    if tensor.dim() != len(shape) or not all(map(_fits, tensor.shape, shape)):
+        raise wrong_shape(op, name, tensor, shape)
+
+
+def plain_layout(op: str, name: str, tensor: Tensor) -> None:
+    """What has neither sizes nor strides, or others than it shows."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise BackendError(f"{op}: {name} must be a dense tensor, got {kind}; use .to_dense() or padding")
+
+
+def _fits(size: int, wanted: Size) -> bool:
+    sizes = wanted if isinstance(wanted, tuple) else (wanted,)
+    return size in sizes if isinstance(size, int) and all(isinstance(s, int) for s in sizes) else True
+
+
+def device(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
+    if tensor.device != like.device:
+        raise BackendError(f"{op}: {name} is on {tensor.device}, q on {like.device}; move one of them")
+
+
+def number(op: str, name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{op}: {name} must lie between {low} and {high}, got {value}")
+
+
+def choice(op: str, name: str, value: int, choices: Sequence[int]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{op}: {name} must be {' or '.join(map(str, choices))}, got {value}")
+
+
+def lengths(op: str, name: str, values: Sequence[int], limit: int) -> None:
+    for value in values:
+        if not 0 <= value < limit:
+            raise ShapeError(f"{op}: {name} counts tokens, so it must lie between 0 and {limit - 1}, got {value}")
+
+
+# Errors to raise ------------------------------------------------------------------------------------------------------
+
+
+def wrong_dtype(op: str, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> DtypeError:
+    wanted = " or ".join(checks.dtype_name(dtype) for dtype in dtypes)
+    return DtypeError(f"{op}: {name} must be {wanted}, got {checks.dtype_name(tensor.dtype)}")
+
+
+def wrong_shape(op: str, name: str, tensor: Tensor, shape: Sequence[Size]) -> ShapeError:
+    sizes = (" or ".join(map(str, size)) if isinstance(size, tuple) else str(size) for size in shape)
+    return ShapeError(f"{op}: {name} must be [{', '.join(sizes)}], got {checks.shape_of(tensor)}")
+
+
+def unreadable(op: str, name: str, tensor: Tensor) -> SubquadError:
+    """Why C++ cannot read a tensor of the right dtype and shape."""
+    if not tensor.is_cpu:
+        return BackendError(f"{op}: {name} must be on the CPU, got {tensor.device}")
+    if tensor.is_neg():
+        return BackendError(f"{op}: {name} is negated lazily; use .resolve_neg()")
+    if not tensor.data_ptr():
+        return BackendError(f"{op}: {name} has no memory of its own; use .clone()")
+    if tensor.data_ptr() % tensor.element_size():
+        return BackendError(f"{op}: {name} begins in the middle of a number; use .clone()")
+    return BackendError(f"{op}: {name} must have its numbers side by side, got strides {list(tensor.stride())}")
+
+
+def beyond_memory(op: str, name: str, needed: int, there: int) -> BackendError:
+    return BackendError(f"{op}: {name} reaches over {needed} bytes, but its storage was cut to {there}")
+
+
+def not_plain(op: str, name: str, tensor: object) -> SubquadError:
+    if isinstance(tensor, Tensor):
+        return BackendError(f"{op}: {name} is a {type(tensor).__name__}, which has no numbers that C++ could read")
+    return DtypeError(f"{op}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
+
+
+def missing(op: str, name: str) -> ShapeError:
+    return ShapeError(f"{op}: {name} is missing")
+
+
+def unasked(op: str, name: str, because: str) -> ShapeError:
+    return ShapeError(f"{op}: {name} must be left out: {because}")
+
+
+def too_large(op: str, what: str, count: int, limit: int) -> ShapeError:
+    return ShapeError(f"{op}: {what} would have {count} numbers, and the engine counts to {limit}")
+
+
+def no_engine(reason: str) -> BackendError:
+    return BackendError(f"cpu engine: cannot be used: {reason}; use engine='torch'")

@@ -1,0 +1,236 @@
+"""The gate to the C++ engine: an address is handed out here only, and only of what `api.hpp` says it must be.
+
+`NUMBERS` are the bounds of a problem's numbers, `FIELDS` says what every pointer must be. Both are checked whoever
+calls: a wrong tensor from Python must become an error, never a read or write outside of its memory.
+"""
+
+import functools
+from ctypes import Structure
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad.checks import engine as checks
+from subquad.kernels.cpu.library import DTYPES, Array, Backward, Forward, Problem, Step
+
+OP = "cpu engine"
+TILE = 64  # as in tokens.hpp
+EXP, GROUPS = 0, 2  # of `Kind` and `Rule` in api.hpp
+COUNT = 2**31 - 1  # an int32
+SIZE = 2**25  # what C++ multiplies by a vector's width as int
+MOST_THREADS = 4096
+MOST_TOKENS = 2**62  # positions are int64, and a few are added to them
+MOST_BYTES = 2**62
+
+NUMBERS = {
+    **{"dtype": (0, 2), "kind": (0, 5), "rule": (0, 2), "rule_groups": (1, SIZE)},
+    **{"batch": (1, COUNT), "key_heads": (1, COUNT), "groups": (1, COUNT), "map_heads": (1, COUNT)},
+    **{"head_dim": (1, SIZE), "value_dim": (1, SIZE), "num_features": (1, SIZE), "sinks": (0, SIZE)},
+    **{"causal": (0, 1), "gaussian": (0, 1), "near_blocks": (0, 1), "mask_batch": (1, COUNT)},
+    **{"block": (1, SIZE), "blocks_per_segment": (1, TILE), "threads": (1, MOST_THREADS)},
+    **{"slices": (1, MOST_THREADS), "stretches": (1, MOST_THREADS), "tile": (1, TILE)},
+    **{"length": (1, 2**40), "key_length": (1, 2**40)},
+}
+
+# Of each pointer its kind, and its sizes in the letters of `_sizes`. rows: an `Array` of the inputs' dtype; kept: the
+# same, dense; float: float32; made: float32, allocated for this call; flag: bool; count: int64.
+KEPT_FIELDS = {
+    **{"far_max": "float B K maxima", "far_sum": "float B K M V+1", "far_low": "float B K M V+1"},
+    **{"sink_k": "kept B K sinks D", "sink_v": "kept B K sinks V"},
+    **{"block_k": "kept B K blocks D", "block_v": "kept B K blocks V"},
+}
+FIELDS: dict[type[Structure], dict[str, str]] = {
+    Problem: {
+        **{"q": "rows B H T D", "k": "rows B K S D", "v": "rows B K S V"},
+        **{"sink_k": "rows B K sinks D", "sink_v": "rows B K sinks V"},
+        **{"query": "float maps M D", "key": "float maps M D", "key_bias": "float maps M"},
+        **{"offset_weight": "float maps D", "offset_bias": "float maps"},
+        **{"alive": "flag masks S", "fold": "flag masks S", "sink_seen": "count masks T"},
+        **{"far_max": "float B K maxima", "far_sum": "float B K M V+1"},
+    },
+    Forward: {
+        **{"out": "made B H T V", "normaliser": "made B H T norms"},
+        **{"borders_max": "made borders B K maxima", "borders_sum": "made borders B K M V+1"},
+        **{"far_max": "made B K maxima", "far_sum": "made B K M V+1"},
+    },
+    Backward: {
+        **{"grad_out": "rows B H T V", "out": "rows B H T V", "normaliser": "float B H T norms"},
+        **{"borders_max": "float borders B K maxima", "borders_sum": "float borders B K M V+1"},
+        **{"q": "made B H T D", "k": "made B K S D", "v": "made B K S V"},
+        **{"sink_k": "made slices B K sinks D", "sink_v": "made slices B K sinks V"},
+        **{"query": "made B K M D", "key": "made B K M D", "key_bias": "made B K M"},
+        **{"offset_weight": "made slices B K D", "offset_bias": "made slices B K"},
+        "far_sum": "made B K M V+1",
+    },
+    Step: {
+        **{"real": "flag B", "length": "count B", "out": "made B H T V"},
+        **KEPT_FIELDS,
+        **{f"new_{name}": declared for name, declared in KEPT_FIELDS.items()},
+    },
+}
+
+NEEDED: dict[type[Structure], tuple[str, ...]] = {
+    Problem: ("q", "k", "v"),
+    Forward: ("out", "normaliser"),
+    Backward: ("grad_out", "out", "normaliser", "borders_max", "borders_sum", "q", "k", "v"),
+    Step: ("length", "far_sum", "far_low", "out"),
+}
+NEEDED_BY_EXP = {Problem: ("query", "key", "key_bias"), Step: ("far_max",)}
+SINKS, BLOCKS = {"sink_k", "sink_v", "sink_seen"}, {"block_k", "block_v"}
+TOGETHER = {
+    Problem: (("query", "key"), ("offset_weight", "offset_bias"), ("far_max", "far_sum")),
+    Forward: (("borders_max", "borders_sum"), ("far_max", "far_sum")),
+}
+
+
+class _Pointer(NamedTuple):
+    """What one pointer must be."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    kind: str
+    bytes: int  # if dense
+    strides: tuple[int, ...]  # of rows, if dense
+
+    def to(self, tensor: Tensor) -> Array | int | None:
+        """The address of a tensor, with its strides where those are free; null if there is nothing to read."""
+        if type(tensor) is not Tensor and _has_no_numbers(tensor):
+            raise checks.not_plain(OP, self.name, tensor)
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            checks.plain_layout(OP, self.name, tensor)
+        if tensor.dtype is not self.dtype:
+            raise checks.wrong_dtype(OP, self.name, tensor, [self.dtype])
+        if tensor.shape != self.shape:
+            raise checks.wrong_shape(OP, self.name, tensor, self.shape)
+        if not self.bytes:
+            return Array() if self.kind == "rows" else None
+        size, address = self.dtype.itemsize, tensor.data_ptr()
+        dense, rows = tensor.is_contiguous(), self.kind == "rows"
+        if address % size or not (address and tensor.is_cpu and (dense or rows)) or tensor.is_neg():
+            raise checks.unreadable(OP, self.name, tensor)
+        if self.kind == "made":  # its storage is not asked for: autograd would copy gradients instead of taking them
+            return address
+        strides, reach = (self.strides, self.bytes) if dense else self._strides(tensor)
+        end, there = tensor.storage_offset() * size + reach, tensor.untyped_storage().nbytes()
+        if end > there:
+            raise checks.beyond_memory(OP, self.name, end, there)
+        return Array(address, *strides) if rows else address
+
+    def _strides(self, tensor: Tensor) -> tuple[list[int], int]:
+        """Of the first three dimensions, 0 where nothing is stepped over; and the bytes from the first to the last."""
+        *strides, last = (step if count > 1 else 0 for step, count in zip(tensor.stride(), self.shape, strict=True))
+        if self.shape[-1] > 1 and last != 1:
+            raise checks.unreadable(OP, self.name, tensor)
+        reach = sum(step * (count - 1) for step, count in zip(strides, self.shape, strict=False)) + self.shape[-1]
+        return strides, reach * self.dtype.itemsize
+
+
+def _has_no_numbers(tensor: Any) -> bool:
+    """Something else than a tensor, or one whose operations do something else than their name says (a fake one)."""
+    return not isinstance(tensor, Tensor) or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+class Plan:
+    """One kind of problem: its numbers, and what its pointers must be."""
+
+    def __init__(self, **numbers: int) -> None:
+        _check_numbers(numbers)
+        self.numbers = numbers
+        self._template = Problem(**numbers)
+        self._pointers = {structure: _pointers(numbers, fields) for structure, fields in FIELDS.items()}
+        self._needed = {structure: self._needed_by(structure) for structure in FIELDS}
+
+    def _needed_by(self, structure: type[Structure]) -> set[str]:
+        names, n = set(NEEDED[structure]), self.numbers
+        if n["kind"] == EXP:
+            names.update(NEEDED_BY_EXP.get(structure, ()))
+        names |= SINKS & FIELDS[structure].keys() if n["sinks"] else set()
+        names |= BLOCKS & FIELDS[structure].keys() if n["near_blocks"] else set()
+        return names
+
+    def problem(self, root: float, *, step: bool = False, **tensors: Tensor | None) -> Problem:
+        """step: decoding, where sinks are a part of the state."""
+        checks.number(OP, "root", root, 2**-1000, 2**1000)
+        given = Problem.from_buffer_copy(self._template)
+        given.root = root
+        self._point(given, tensors, self._needed[Problem] - SINKS if step else self._needed[Problem])
+        if tensors.get("query") is None and self.numbers["num_features"] != self.numbers["head_dim"]:
+            raise checks.missing(OP, "query")
+        return given
+
+    def fill(self, structure: Structure, **tensors: Tensor | None) -> Any:
+        """`structure` with addresses of tensors, which it keeps alive."""
+        self._point(structure, tensors, self._needed[type(structure)])
+        return structure
+
+    def _point(self, structure: Any, tensors: dict[str, Tensor | None], needed: set[str]) -> None:
+        kind = type(structure)
+        pointers, given = self._pointers[kind], {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        for name, tensor in given.items():
+            setattr(structure, name, pointers[name].to(tensor))
+        if not given.keys() >= needed:
+            raise checks.missing(OP, min(needed - given.keys()))
+        for one, other in TOGETHER.get(kind, ()):
+            if (one in given) != (other in given):
+                raise checks.missing(OP, other if one in given else one)
+        structure.tensors = given
+
+
+@functools.lru_cache(maxsize=64)
+def plan(**numbers: int) -> Plan:
+    return Plan(**numbers)
+
+
+def _check_numbers(numbers: dict[str, int]) -> None:
+    for name, (low, high) in NUMBERS.items():
+        checks.number(OP, name, numbers[name], low, high)
+    n = numbers
+    checks.choice(OP, "map_heads", n["map_heads"], (1, n["key_heads"]))
+    checks.choice(OP, "mask_batch", n["mask_batch"], (1, n["batch"]))
+    features, units = n["num_features"], n["rule_groups"] if n["rule"] == GROUPS else n["num_features"]
+    checks.choice(OP, "features that are left over by the groups", features % n["rule_groups"], (0,))
+    checks.number(OP, "slices", n["slices"], 1, units if n["kind"] == EXP else 1)
+    checks.number(OP, "stretches", n["stretches"], 1, 1 if n["kind"] == EXP else MOST_THREADS)
+    if not n["near_blocks"]:
+        checks.number(OP, "block", n["block"], 1, TILE)
+    if n["near_blocks"] or n["causal"]:
+        checks.choice(OP, "key_length", n["key_length"], (n["length"],))
+    panel = 2 * 64 // 4  # the widest vectors
+    numbers_of_state = (features + panel) * (max(n["head_dim"], n["value_dim"]) + panel)
+    if numbers_of_state > COUNT:
+        raise checks.too_large(OP, "the state of one head", numbers_of_state, COUNT)
+
+
+def _sizes(n: dict[str, int]) -> dict[str, int | None]:
+    exp, blocks = n["kind"] == EXP, -(-n["length"] // n["block"])
+    borders = -(-blocks // n["blocks_per_segment"]) * (1 if n["causal"] else 2)
+    return {
+        **{"B": n["batch"], "K": n["key_heads"], "H": n["key_heads"] * n["groups"]},
+        **{"T": n["length"], "S": n["key_length"], "D": n["head_dim"], "V": n["value_dim"], "V+1": n["value_dim"] + 1},
+        **{"M": n["num_features"], "maxima": n["num_features"] if exp else 1, "norms": 2 if exp else None},
+        **{"maps": n["map_heads"], "masks": n["mask_batch"], "slices": n["slices"]},
+        **{"sinks": n["sinks"], "blocks": 2 * n["block"] if n["near_blocks"] else 0},
+        "borders": borders if n["causal"] or n["near_blocks"] else 1,
+    }
+
+
+def _pointers(numbers: dict[str, int], fields: dict[str, str]) -> dict[str, _Pointer]:
+    sizes = _sizes(numbers)
+    inputs = next(dtype for dtype, number in DTYPES.items() if number == numbers["dtype"])
+    dtypes = {"rows": inputs, "kept": inputs, "float": torch.float32, "made": torch.float32}
+    dtypes |= {"flag": torch.bool, "count": torch.int64}
+    pointers = {}
+    for name, declared in fields.items():
+        kind, *letters = declared.split()
+        shape = tuple(size for size in map(sizes.__getitem__, letters) if size is not None)
+        memory = dtypes[kind].itemsize
+        for size in shape:
+            memory *= size
+        if memory > MOST_BYTES:
+            raise checks.too_large(OP, name, memory, MOST_BYTES)
+        _, heads, tokens, width = shape if kind == "rows" else (0,) * 4
+        strides = (heads * tokens * width, tokens * width, width)
+        pointers[name] = _Pointer(name, dtypes[kind], shape, kind, memory, strides)
+    return pointers
