@@ -123,6 +123,7 @@ def key_mask(op: str, mask: Tensor | None, k: Tensor) -> None:
         return
     if not isinstance(mask, Tensor):
         raise MaskError(f"{op}: key_mask must be a bool tensor, got {type(mask).__name__}")
+    dense_layout(op, "key_mask", mask)
     if mask.dtype != torch.bool:
         raise MaskError(
             f"{op}: key_mask must be bool, True where the token is real, got {dtype_name(mask.dtype)}; "
@@ -161,6 +162,12 @@ def feature_map(op: str, map: Any, q: Tensor, k: Tensor) -> None:
     if not hasattr(map, "key_bias"):
         raise DtypeError(f"{op}: feature_map must be a subquad.FeatureMap, got {type(map).__name__}")
     choice(op, "the rule of the feature map", map.rule, ("none", "norm", "groups"))
+    count(op, "groups of the feature map", map.groups)
+    for name in ("query", "key", "key_bias", "offset_weight", "offset_bias"):
+        if getattr(map, name) is not None or not name.startswith("offset"):
+            weights(op, f"{name} of the feature map", getattr(map, name))
+    if map.query.dim() != 3:
+        raise ShapeError(f"{op}: query of the feature map must be [heads, features, dim], got {shape_of(map.query)}")
     heads, features = map.query.shape[0], map.query.shape[-2]
     if map.query.shape[-1] != q.shape[-1]:
         raise ShapeError(f"{op}: the feature map is for head_dim={map.query.shape[-1]}, got q {shape_of(q)}")
@@ -182,8 +189,20 @@ def feature_map(op: str, map: Any, q: Tensor, k: Tensor) -> None:
             f"{op}: groups={map.groups} of the feature map needs rule='groups' and a multiple of {map.groups} "
             f"features, got rule={map.rule!r} and {features}"
         )
-    if map.query.device != q.device:
-        raise BackendError(f"{op}: the feature map is on {map.query.device}, q on {q.device}; move one of them")
+    for device in {getattr(map, name).device for name in ("query", *wanted)} - {q.device}:
+        raise BackendError(f"{op}: the feature map is on {device}, q on {q.device}; move one of them")
+
+
+def weights(op: str, name: str, tensor: Any) -> None:
+    """Numbers of any precision."""
+    if not isinstance(tensor, Tensor):
+        raise DtypeError(f"{op}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
+    dense_layout(op, name, tensor)
+    if tensor.dtype not in FLOAT_DTYPES:
+        names = ", ".join(dtype_name(dtype) for dtype in FLOAT_DTYPES)
+        raise DtypeError(f"{op}: {name} must be one of {names}, got {dtype_name(tensor.dtype)}")
+    if 0 in tensor.shape:
+        raise ShapeError(f"{op}: {name} must have no empty dimension, got {shape_of(tensor)}")
 
 
 def features_of(op: str, phi: Any, x: Tensor) -> Tensor:
@@ -212,6 +231,7 @@ def proposal(given: Any, heads: int, dim: int, estimator: str) -> None:
 
 
 def projection(op: str, weight: Tensor, k: Tensor) -> None:
+    weights(op, "the projection", weight)
     if weight.dim() != 3 or weight.shape[-1] != k.shape[-1]:
         raise ShapeError(
             f"{op}: the projection must be [1 or {k.shape[1]}, features, {k.shape[-1]}], got {shape_of(weight)}"
@@ -289,7 +309,7 @@ def scale(op: str, value: Any, head_dim: int) -> float:
 
 
 def choice(op: str, name: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"{op}: {name} must be one of {', '.join(choices)}, got {value!r}{guess(value, choices)}")
 
 
