@@ -57,20 +57,28 @@ def _tensors(op: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise DtypeError(f"{op}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
+        dense_layout(op, name, tensor)
         if tensor.dim() != 4:
             raise ShapeError(f"{op}: {name} must be [batch, heads, length, dim], got {shape_of(tensor)}")
         if 0 in tensor.shape:
             raise ShapeError(f"{op}: {name} must have no empty dimension, got {shape_of(tensor)}")
         if tensor.dtype not in FLOAT_DTYPES:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
-            raise DtypeError(f"{op}: {name} must be one of {names}, got {str(tensor.dtype).removeprefix('torch.')}")
+            names = ", ".join(dtype_name(dtype) for dtype in FLOAT_DTYPES)
+            raise DtypeError(f"{op}: {name} must be one of {names}, got {dtype_name(tensor.dtype)}")
     first = next(iter(tensors.values()))
     if any(tensor.dtype != first.dtype for tensor in tensors.values()):
-        dtypes = ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())
+        dtypes = ", ".join(dtype_name(tensor.dtype) for tensor in tensors.values())
         raise DtypeError(f"{op}: {_list(tensors)} must share one dtype, got {dtypes}; cast them to one")
     if any(tensor.device != first.device for tensor in tensors.values()):
         devices = ", ".join(str(tensor.device) for tensor in tensors.values())
         raise BackendError(f"{op}: {_list(tensors)} must be on one device, got {devices}")
+
+
+def dense_layout(op: str, name: str, tensor: Tensor) -> None:
+    """Neither sparse nor nested: those have no sizes, or no strides."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise BackendError(f"{op}: {name} must be a dense tensor, got {kind}; use .to_dense() or padding")
 
 
 def _list(names: Iterable[str]) -> str:
@@ -115,9 +123,10 @@ def key_mask(op: str, mask: Tensor | None, k: Tensor) -> None:
         return
     if not isinstance(mask, Tensor):
         raise MaskError(f"{op}: key_mask must be a bool tensor, got {type(mask).__name__}")
+    dense_layout(op, "key_mask", mask)
     if mask.dtype != torch.bool:
         raise MaskError(
-            f"{op}: key_mask must be bool, True where the token is real, got {str(mask.dtype).removeprefix('torch.')}; "
+            f"{op}: key_mask must be bool, True where the token is real, got {dtype_name(mask.dtype)}; "
             "use mask.bool() if 1 means real"
         )
     if mask.shape != (k.shape[0], k.shape[2]):
@@ -143,41 +152,22 @@ def rows(op: str, rows: Tensor | None, q: Tensor) -> None:
     if rows is None:
         return
     if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
-        got = f"{str(rows.dtype).removeprefix('torch.')} {shape_of(rows)}" if isinstance(rows, Tensor) else f"{rows!r}"
+        got = f"{dtype_name(rows.dtype)} {shape_of(rows)}" if isinstance(rows, Tensor) else f"{rows!r}"
         raise ShapeError(f"{op}: rows must be a 1-D int64 tensor of query positions, got {got}")
     if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < q.shape[2]):
         raise ShapeError(f"{op}: rows must lie in 0..{q.shape[2] - 1}, got {int(rows.min())}..{int(rows.max())}")
-
-
-def state(op: str, state: Any, kind: type, shapes: Sequence[tuple[int | None, ...]], k: Tensor) -> None:
-    """A state made by the same mechanism for the same batch, heads, dims and dtype; None in a shape fits any size."""
-    if not isinstance(state, kind):
-        raise ShapeError(f"{op}: state must be a {kind.__name__} returned by extend, got {type(state).__name__}")
-    dtypes = (k.dtype, torch.promote_types(k.dtype, torch.float32))
-    for name, tensor, shape in zip(kind._fields, state, shapes, strict=True):
-        if tensor.shape != shape and not _fits(tensor, shape):
-            wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
-            raise ShapeError(
-                f"{op}: state.{name} must be {wanted} for these inputs, got {shape_of(tensor)}; "
-                "it comes from another batch or mechanism"
-            )
-        if tensor.is_floating_point() and tensor.dtype not in dtypes:
-            got, wanted = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, k.dtype))
-            raise DtypeError(f"{op}: state.{name} is {got}, but q, k and v are {wanted}; keep one dtype per sequence")
-        if tensor.device != k.device:
-            raise BackendError(f"{op}: state.{name} is on {tensor.device}, k on {k.device}; move one of them")
-
-
-def _fits(tensor: Tensor, shape: tuple[int | None, ...]) -> bool:
-    if tensor.dim() != len(shape):
-        return False
-    return all(want is None or want == got for want, got in zip(shape, tensor.shape, strict=True))
 
 
 def feature_map(op: str, map: Any, q: Tensor, k: Tensor) -> None:
     if not hasattr(map, "key_bias"):
         raise DtypeError(f"{op}: feature_map must be a subquad.FeatureMap, got {type(map).__name__}")
     choice(op, "the rule of the feature map", map.rule, ("none", "norm", "groups"))
+    count(op, "groups of the feature map", map.groups)
+    for name in ("query", "key", "key_bias", "offset_weight", "offset_bias"):
+        if getattr(map, name) is not None or not name.startswith("offset"):
+            weights(op, f"{name} of the feature map", getattr(map, name))
+    if map.query.dim() != 3:
+        raise ShapeError(f"{op}: query of the feature map must be [heads, features, dim], got {shape_of(map.query)}")
     heads, features = map.query.shape[0], map.query.shape[-2]
     if map.query.shape[-1] != q.shape[-1]:
         raise ShapeError(f"{op}: the feature map is for head_dim={map.query.shape[-1]}, got q {shape_of(q)}")
@@ -199,8 +189,20 @@ def feature_map(op: str, map: Any, q: Tensor, k: Tensor) -> None:
             f"{op}: groups={map.groups} of the feature map needs rule='groups' and a multiple of {map.groups} "
             f"features, got rule={map.rule!r} and {features}"
         )
-    if map.query.device != q.device:
-        raise BackendError(f"{op}: the feature map is on {map.query.device}, q on {q.device}; move one of them")
+    for device in {getattr(map, name).device for name in ("query", *wanted)} - {q.device}:
+        raise BackendError(f"{op}: the feature map is on {device}, q on {q.device}; move one of them")
+
+
+def weights(op: str, name: str, tensor: Any) -> None:
+    """Numbers of any precision."""
+    if not isinstance(tensor, Tensor):
+        raise DtypeError(f"{op}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
+    dense_layout(op, name, tensor)
+    if tensor.dtype not in FLOAT_DTYPES:
+        names = ", ".join(dtype_name(dtype) for dtype in FLOAT_DTYPES)
+        raise DtypeError(f"{op}: {name} must be one of {names}, got {dtype_name(tensor.dtype)}")
+    if 0 in tensor.shape:
+        raise ShapeError(f"{op}: {name} must have no empty dimension, got {shape_of(tensor)}")
 
 
 def features_of(op: str, phi: Any, x: Tensor) -> Tensor:
@@ -213,6 +215,12 @@ def features_of(op: str, phi: Any, x: Tensor) -> Tensor:
     return phi
 
 
+def features_of_state(op: str, far_sum: Tensor, features: int) -> None:
+    """A function's features are known when it was called, not before."""
+    if far_sum.shape[2] != features:
+        raise ShapeError(f"{op}: state.far_sum is of {far_sum.shape[2]} features, but feature_map returned {features}")
+
+
 def proposal(given: Any, heads: int, dim: int, estimator: str) -> None:
     if estimator != "positive":
         raise ConfigError(f"favor: a proposal goes with estimator='positive', got {estimator!r}")
@@ -223,6 +231,7 @@ def proposal(given: Any, heads: int, dim: int, estimator: str) -> None:
 
 
 def projection(op: str, weight: Tensor, k: Tensor) -> None:
+    weights(op, "the projection", weight)
     if weight.dim() != 3 or weight.shape[-1] != k.shape[-1]:
         raise ShapeError(
             f"{op}: the projection must be [1 or {k.shape[1]}, features, {k.shape[-1]}], got {shape_of(weight)}"
@@ -300,7 +309,7 @@ def scale(op: str, value: Any, head_dim: int) -> float:
 
 
 def choice(op: str, name: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"{op}: {name} must be one of {', '.join(choices)}, got {value!r}{guess(value, choices)}")
 
 
@@ -425,13 +434,17 @@ def no_double_backward() -> BackendError:
     )
 
 
+def transformed() -> bool:
+    """Whether a transform of torch.func is at work."""
+    functorch: Any = getattr(torch._C, "_functorch", None)
+    return functorch is not None and functorch.peek_interpreter_stack() is not None
+
+
 def no_transforms(*tensors: Tensor | None) -> None:
     """The operators have gradients for torch.autograd; under other transforms torch would silently return zeros."""
     if torch.compiler.is_compiling():
         return
-    functorch: Any = getattr(torch._C, "_functorch", None)
-    transformed = functorch is not None and functorch.peek_interpreter_stack() is not None
-    if transformed or any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if transformed() or any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise BackendError(
             "subquad: torch.func transforms (vmap, grad, jvp) and forward-mode derivatives are not supported by the "
             "fast engine; fold a mapped dimension into the batch, use torch.autograd.grad, or mechanism.reference(...)"

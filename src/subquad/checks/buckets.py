@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from subquad.checks import count, shape_of
+from subquad.checks import count, shape_of, weights
 from subquad.errors import BackendError, ConfigError, ShapeError
 
 
@@ -19,6 +19,7 @@ def num_buckets(num_buckets: int, hashes: int) -> int:
 
 def per_head(op: str, what: str, weight: Tensor, layout: str, k: Tensor) -> None:
     """Vectors for all heads or for each head of k. `layout` names the dims between heads and the last."""
+    weights(op, f"the {what}", weight)
     dims = layout.split(", ")
     if weight.dim() != len(dims) + 2 or weight.shape[-1] != k.shape[-1]:
         raise ShapeError(

@@ -8,26 +8,21 @@ from torch import Tensor
 from subquad import checks
 from subquad.errors import BackendError, ConfigError, DtypeError, ShapeError, SubquadError
 
-Size = int | tuple[int, ...]  # a size, or several that will do
+Size = int | str | tuple[int, ...]  # a size, a letter for any, or several that will do
 
 
 def tensor(op: str, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[Size]) -> None:
     """A tensor of one of the dtypes and of the shape. Sizes that are symbols of a traced graph are not looked at."""
-    plain_layout(op, name, tensor)
+    checks.dense_layout(op, name, tensor)
     if tensor.dtype not in dtypes:
         raise wrong_dtype(op, name, tensor, dtypes)
     if tensor.dim() != len(shape) or not all(map(_fits, tensor.shape, shape)):
         raise wrong_shape(op, name, tensor, shape)
 
 
-def plain_layout(op: str, name: str, tensor: Tensor) -> None:
-    """What has neither sizes nor strides, or others than it shows."""
-    if tensor.layout != torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        raise BackendError(f"{op}: {name} must be a dense tensor, got {kind}; use .to_dense() or padding")
-
-
 def _fits(size: int, wanted: Size) -> bool:
+    if isinstance(wanted, str):
+        return True
     sizes = wanted if isinstance(wanted, tuple) else (wanted,)
     return size in sizes if isinstance(size, int) and all(isinstance(s, int) for s in sizes) else True
 
@@ -40,6 +35,12 @@ def device(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
 def number(op: str, name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
         raise ConfigError(f"{op}: {name} must lie between {low} and {high}, got {value}")
+
+
+def indices(op: str, name: str, tensor: Tensor, most: int) -> None:
+    low, high = (int(x) for x in tensor.aminmax()) if tensor.numel() else (0, 0)
+    if low < 0 or high > most:
+        raise ShapeError(f"{op}: {name} must lie in 0..{most}, got {low}..{high}")
 
 
 def choice(op: str, name: str, value: int, choices: Sequence[int]) -> None:
@@ -91,6 +92,22 @@ def not_plain(op: str, name: str, tensor: object) -> SubquadError:
 
 def missing(op: str, name: str) -> ShapeError:
     return ShapeError(f"{op}: {name} is missing")
+
+
+def empty(op: str, name: str, tensor: Tensor) -> ShapeError:
+    return ShapeError(f"{op}: {name} must have no empty dimension, got {checks.shape_of(tensor)}")
+
+
+def ungrouped(op: str, heads: int, key_heads: int) -> ShapeError:
+    return ShapeError(f"{op}: the heads of q must be a multiple of those of k, got {heads} and {key_heads}")
+
+
+def other_length(op: str, queries: int, keys: int) -> ShapeError:
+    return ShapeError(f"{op}: near blocks and causal attention need as many queries as keys, got {queries} and {keys}")
+
+
+def left_over(op: str, groups: int, features: int) -> ConfigError:
+    return ConfigError(f"{op}: {features} features do not fall into groups={groups}")
 
 
 def unasked(op: str, name: str, because: str) -> ShapeError:

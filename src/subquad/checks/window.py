@@ -38,6 +38,7 @@ def global_mask(mask: Tensor | None, k: Tensor) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = str(mask.dtype).removeprefix("torch.") if isinstance(mask, Tensor) else type(mask).__name__
         raise MaskError(f"window: global_mask must be a bool tensor, True where a token is global, got {got}")
+    checks.dense_layout("window", "global_mask", mask)
     if mask.shape != (k.shape[0], k.shape[2]):
         wanted = f"[{k.shape[0]}, {k.shape[2]}]"
         raise MaskError(f"window: global_mask must be [batch, length] = {wanted}, got {checks.shape_of(mask)}")
@@ -50,9 +51,12 @@ def global_qkv(own: Any, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -
         return
     if mask is None:
         raise ConfigError("window: global_qkv is for tokens of global_mask; give both or neither")
+    if not isinstance(own, tuple | list) or len(own) != 3:
+        raise ShapeError(f"window: global_qkv must be three tensors (q, k, v), got {type(own).__name__}")
     names = ("q", "k", "v")
     for name, given, usual in zip(names, own, (q, k, v), strict=True):
-        if given.shape != usual.shape or given.dtype != usual.dtype:
+        checks.weights("window", f"{name} of global_qkv", given)
+        if given.shape != usual.shape or given.dtype != usual.dtype or given.device != usual.device:
             raise ShapeError(
                 f"window: global_qkv must be like q, k and v, got {name} {checks.shape_of(given)} "
                 f"and {checks.shape_of(usual)}"

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from subquad import checks
-from subquad.kernels import buckets
+from subquad.kernels import arguments, buckets
 from subquad.kernels.buckets import Options, Problem
 from subquad.kernels.ops import grad_or_zeros, make_operator, refuse_double_backward
 from subquad.kernels.sparse import log_dtype
@@ -25,19 +25,32 @@ def _problem(*args: Any) -> Problem:
     return Problem(q, k, v, q_code, k_code, Options(*options))
 
 
+def _check(op: str, *args: Any) -> arguments.Sizes:
+    tensors, options = dict(zip(arguments.BUCKETS, args[:_TENSORS], strict=True)), Options(*args[_TENSORS:])
+    return arguments.buckets(op, tensors, options.scale, options.tile)
+
+
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     q, _, v = args[:3]
+    _check("bucket_forward", *args)
     out, log_sum = buckets.forward(_problem(*args))
     return out.view(*q.shape[:3], v.shape[3]).to(q.dtype), log_sum.view(q.shape[:3])
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     q, _, v = args[:3]
+    _check("bucket_forward", *args)
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=log_dtype(q))
+
+
+def _check_saved(*args: Any) -> None:
+    given = dict(zip(arguments.BUCKETS_SAVED, args[:3], strict=True))
+    _check("bucket_backward", *args[3:]).check(arguments.BUCKETS_SAVED, given)
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     grad_out, out, log_sum, *rest = args
+    _check_saved(*args)
     problem = _problem(*rest)
     rows = (x.to(problem.dtype).reshape(-1, x.shape[3]) for x in (out, grad_out))
     gradients = buckets.backward(problem, next(rows), log_sum.flatten(), next(rows))
@@ -45,6 +58,7 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    _check_saved(*args)
     return tuple(t.new_empty(t.shape) for t in args[3:6])
 
 

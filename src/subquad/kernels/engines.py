@@ -23,7 +23,8 @@ def step_engine(op: str, backend: str, q: Tensor, *others: Tensor | None) -> str
     """The engine for one token more: gradients and compiled graphs go through torch's own operations."""
     engine = choose_engine(op, backend, q)
     gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, *others))
-    return "torch" if gradients or torch.compiler.is_compiling() else engine
+    traced = torch.compiler.is_compiling() or type(q).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return "torch" if gradients or traced else engine
 
 
 def _obstacle(q: Tensor, signed: bool) -> str | None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from subquad import checks
 from subquad.features import FeatureMap
-from subquad.kernels import favor, linear
+from subquad.kernels import arguments, favor, linear
+from subquad.kernels.arguments import Sizes
 from subquad.kernels.cpu import favor as cpu_favor
 from subquad.kernels.cpu import linear as cpu_linear
 from subquad.kernels.engines import choose_engine
@@ -37,12 +38,16 @@ def make_operator(name: str, implementation: Any, fake: Any, schema: str) -> Any
 
 
 def grad_or_zeros(grad_out: Tensor | None, out: Tensor) -> Tensor:
-    return torch.zeros_like(out) if grad_out is None else grad_out
+    """The gradient of `out`, of its dtype: a hook may have changed that."""
+    if grad_out is None:
+        return torch.zeros_like(out)
+    return grad_out if grad_out.dtype == out.dtype or not grad_out.is_floating_point() else grad_out.to(out.dtype)
 
 
-def _of_last_state(grads: tuple[Tensor | None, ...]) -> Tensor | None:
+def _of_last_state(grads: tuple[Tensor | None, ...], like: Tensor) -> Tensor | None:
     """The gradient of `far_sum`; it is empty, and has none, when there is no last state (not causal)."""
-    return grads[-1] if grads[-1] is not None and grads[-1].numel() else None
+    grad = grads[-1]
+    return None if grad is None or not grad.numel() else grad_or_zeros(grad, like)
 
 
 # FAVOR ----------------------------------------------------------------------------------------------------------------
@@ -72,24 +77,29 @@ def favor_attention(
     return out, far_max, far_sum
 
 
-def _favor_problem(*args: Any) -> tuple[FavorInputs, EngineOptions]:
+def _favor_problem(op: str, *args: Any) -> tuple[FavorInputs, EngineOptions, Sizes]:
     query, key, key_bias, offset_weight, offset_bias = args[5:10]
     rule, groups, *options = args[_FAVOR_TENSORS:]
     feature_map = FeatureMap(query, key, key_bias, rule, groups, offset_weight, offset_bias)
-    inputs: tuple[Any, ...] = (*args[:5], feature_map, *args[10:_FAVOR_TENSORS])
-    return FavorInputs(*inputs), EngineOptions(*options)
+    tensors: tuple[Any, ...] = (*args[:5], feature_map, *args[10:_FAVOR_TENSORS])
+    inputs, options = FavorInputs(*tensors), EngineOptions(*options)
+    return inputs, options, arguments.favor(op, inputs, options, _FAVOR_ENGINES)
+
+
+def _favor_borders(inputs: FavorInputs, options: EngineOptions) -> int:
+    heads = inputs.q.shape[0] * inputs.q.shape[1]
+    count = _FAVOR_ENGINES[options.engine].border_count
+    return count(inputs.q.shape[2], heads, inputs.map.num_features, options)
 
 
 def _favor_forward(*args: Any) -> tuple[Tensor, ...]:
-    inputs, options = _favor_problem(*args)
+    inputs, options, _ = _favor_problem("favor_forward", *args)
     return tuple(_FAVOR_ENGINES[options.engine].forward(inputs, options))
 
 
 def _favor_forward_fake(*args: Any) -> tuple[Tensor, ...]:
-    inputs, options = _favor_problem(*args)
-    num_features = inputs.map.num_features
-    heads = inputs.q.shape[0] * inputs.q.shape[1]
-    count = _FAVOR_ENGINES[options.engine].border_count(inputs.q.shape[2], heads, num_features, options)
+    inputs, options, _ = _favor_problem("favor_forward", *args)
+    num_features, count = inputs.map.num_features, _favor_borders(inputs, options)
     return _fake_outputs(inputs.q, inputs.k, inputs.v, num_features, num_features, (2,), count, options.causal)
 
 
@@ -109,9 +119,17 @@ def _fake_outputs(
     )
 
 
+def _favor_saved(*args: Any) -> tuple[FavorInputs, EngineOptions]:
+    inputs, options, sizes = _favor_problem("favor_backward", *args[7:])
+    borders = _favor_borders(inputs, options._replace(borders=True))
+    given = zip(arguments.FAVOR_SAVED, args[:6], strict=True)
+    arguments.saved(sizes, arguments.FAVOR_SAVED, borders, dict(given))
+    return inputs, options
+
+
 def _favor_backward(*args: Any) -> list[Tensor]:
     grad_out, out, lognorm, borders_max, borders_sum, grad_far_sum, want_map, *rest = args
-    inputs, options = _favor_problem(*rest)
+    inputs, options = _favor_saved(*args)
     saved = Saved(grad_out, out, lognorm)
     gradients, grad_state, of_map = _FAVOR_ENGINES[options.engine].backward(
         inputs, options, saved, borders_max, borders_sum, grad_far_sum, want_map
@@ -122,6 +140,7 @@ def _favor_backward(*args: Any) -> list[Tensor]:
 
 def _favor_backward_fake(*args: Any) -> list[Tensor]:
     _, _, _, _, borders_sum, _, want_map, *rest = args
+    _favor_saved(*args)
     tensors = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in rest[:5]]
     dtype = borders_sum.dtype
     maps = [borders_sum.new_empty(0) if t is None else t.new_empty(t.shape, dtype=dtype) for t in rest[5:10]]
@@ -155,7 +174,15 @@ def _favor_gradients(ctx: Any, grad_out: Tensor | None, *others: Tensor | None) 
     out, lognorm, borders_max, borders_sum, *tensors = ctx.saved_tensors
     want_map = any(ctx.needs_input_grad[5:_FAVOR_DIFFERENTIABLE])
     of_tensors = favor_backward(
-        *(grad_or_zeros(grad_out, out), out, lognorm, borders_max, borders_sum, _of_last_state(others), want_map),
+        *(
+            grad_or_zeros(grad_out, out),
+            out,
+            lognorm,
+            borders_max,
+            borders_sum,
+            _of_last_state(others, borders_sum),
+            want_map,
+        ),
         *tensors,
         *ctx.options,
     )
@@ -192,26 +219,39 @@ def linear_attention(
     return out, far_max, far_sum
 
 
-def _linear_problem(*args: Any) -> tuple[LinearInputs, LinearOptions]:
-    return LinearInputs(*args[:_LINEAR_TENSORS]), LinearOptions(*args[_LINEAR_TENSORS:])
+def _linear_problem(op: str, *args: Any) -> tuple[LinearInputs, LinearOptions, Sizes]:
+    inputs, options = LinearInputs(*args[:_LINEAR_TENSORS]), LinearOptions(*args[_LINEAR_TENSORS:])
+    return inputs, options, arguments.linear(op, inputs, options, _LINEAR_ENGINES)
+
+
+def _linear_borders(inputs: LinearInputs, options: LinearOptions, num_features: int) -> int:
+    heads = inputs.q.shape[0] * inputs.q.shape[1]
+    return _LINEAR_ENGINES[options.engine].border_count(inputs.q.shape[2], heads, num_features, options)
 
 
 def _linear_forward(*args: Any) -> tuple[Tensor, ...]:
-    inputs, options = _linear_problem(*args)
+    inputs, options, _ = _linear_problem("linear_forward", *args)
     return tuple(_LINEAR_ENGINES[options.engine].forward(inputs, options))
 
 
 def _linear_forward_fake(*args: Any) -> tuple[Tensor, ...]:
-    inputs, options = _linear_problem(*args)
-    num_features = inputs.k.shape[-1] if inputs.weight is None else inputs.weight.shape[1]
-    heads = inputs.q.shape[0] * inputs.q.shape[1]
-    count = _LINEAR_ENGINES[options.engine].border_count(inputs.q.shape[2], heads, num_features, options)
+    inputs, options, sizes = _linear_problem("linear_forward", *args)
+    num_features = sizes["M"]
+    count = _linear_borders(inputs, options, num_features)
     return _fake_outputs(inputs.q, inputs.k, inputs.v, num_features, 1, (), count, options.causal)
 
 
+def _linear_saved(*args: Any) -> tuple[LinearInputs, LinearOptions]:
+    inputs, options, sizes = _linear_problem("linear_backward", *args[7:])
+    borders = _linear_borders(inputs, options._replace(borders=True), sizes["M"])
+    given = zip(arguments.LINEAR_SAVED, args[:6], strict=True)
+    arguments.saved(sizes, arguments.LINEAR_SAVED, borders, dict(given))
+    return inputs, options
+
+
 def _linear_backward(*args: Any) -> list[Tensor]:
-    grad_out, out, normaliser, borders_max, borders_sum, grad_far_sum, want_weight, *rest = args
-    inputs, options = _linear_problem(*rest)
+    grad_out, out, normaliser, borders_max, borders_sum, grad_far_sum, want_weight, *_ = args
+    inputs, options = _linear_saved(*args)
     saved = Saved(grad_out, out, normaliser)
     backward = _LINEAR_ENGINES[options.engine].backward
     gradients = backward(inputs, options, saved, borders_max, borders_sum, grad_far_sum, want_weight)
@@ -221,6 +261,7 @@ def _linear_backward(*args: Any) -> list[Tensor]:
 
 def _linear_backward_fake(*args: Any) -> list[Tensor]:
     _, _, _, _, borders_sum, _, _, *rest = args
+    _linear_saved(*args)
     causal = rest[9]
     state = borders_sum.new_empty(borders_sum.shape[1:] if causal else (0,))
     tensors = [borders_sum.new_empty(0) if t is None else t.new_empty(t.shape) for t in rest[:5]]
@@ -258,7 +299,7 @@ def _linear_gradients(ctx: Any, grad_out: Tensor | None, *others: Tensor | None)
             normaliser,
             borders_max,
             borders_sum,
-            _of_last_state(others),
+            _of_last_state(others, borders_sum),
             ctx.needs_input_grad[3],
         ),
         *tensors,

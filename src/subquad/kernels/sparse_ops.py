@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from subquad import checks
-from subquad.kernels import sparse
+from subquad.kernels import arguments, sparse
 from subquad.kernels.ops import grad_or_zeros, make_operator, refuse_double_backward
 from subquad.kernels.sparse import Inputs, Pairs, Rule
 
@@ -15,6 +15,7 @@ _TENSORS = (
 )
 _NUMBERS = "int place_low, int place_high, int code_low, int code_high, int round, bool skip_self, float scale"
 _TENSOR_COUNT = 9
+_NAMES = ("q", "k", "v", *Pairs._fields)
 
 
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, rule: Rule, scale: float) -> tuple[Tensor, Tensor]:
@@ -27,21 +28,34 @@ def _problem(*args: Any) -> tuple[Inputs, Pairs, Rule, float]:
     return Inputs(*args[:3]), Pairs(*args[3:_TENSOR_COUNT]), Rule(*args[_TENSOR_COUNT:-1]), args[-1]
 
 
+def _check(op: str, *args: Any) -> arguments.Sizes:
+    return arguments.sparse(op, dict(zip(_NAMES, args[:_TENSOR_COUNT], strict=True)), args[-1])
+
+
+def _check_saved(*args: Any) -> None:
+    given = dict(zip(arguments.SPARSE_SAVED, args[:4], strict=True))
+    _check("sparse_backward", *args[4:]).check(arguments.SPARSE_SAVED, given)
+
+
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    _check("sparse_forward", *args)
     return sparse.forward(*_problem(*args))
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     q, _, v = args[:3]
+    _check("sparse_forward", *args)
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=sparse.log_dtype(q))
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     grad_out, grad_log_sum, out, log_sum, *rest = args
+    _check_saved(*args)
     return tuple(g.contiguous() for g in sparse.backward(*_problem(*rest), out, log_sum, (grad_out, grad_log_sum)))
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    _check_saved(*args)
     return tuple(t.new_empty(t.shape) for t in args[4:7])
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.checks import states
 from subquad.mechanism import masked_softmax
 from subquad.mechanisms.census import Census
 
@@ -45,27 +46,24 @@ class Sizes(NamedTuple):
         return 2 * self.bucket_size
 
 
-def shapes(sizes: Sizes, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], ...]:
-    """The shapes of a state's tensors."""
-    heads, rounds = (k.shape[0], k.shape[1]), sizes.rounds
-    dims = k.shape[3], v.shape[3], rounds
-    return (
-        (*heads, rounds, sizes.num_buckets),
-        *((*heads, rounds, sizes.num_buckets * sizes.ring, dim) for dim in dims),
-        (k.shape[0],),
-        *((*heads, sizes.ring, dim) for dim in dims),
-    )
+def fields(sizes: Sizes, k: Tensor, v: Tensor) -> states.Fields:
+    """What a state's tensors must be. Names in the rings are compared only; those in the tail say where to write."""
+    heads, rounds, buckets = (k.shape[0], k.shape[1]), sizes.rounds, sizes.num_buckets
+    rings, tail = (*heads, rounds, buckets * sizes.ring), (*heads, sizes.ring)
+    return {
+        "counts": states.counted(*heads, rounds, buckets, most=GAP - 1),
+        "ring_k": states.kept(*rings, k.shape[3]),
+        "ring_v": states.kept(*rings, v.shape[3]),
+        "ring_name": states.named(*rings, rounds, empty=ABSENT),
+        "waiting": states.counted(k.shape[0], most=sizes.ring),
+        "tail_k": states.kept(*tail, k.shape[3]),
+        "tail_v": states.kept(*tail, v.shape[3]),
+        "tail_name": states.named(*tail, rounds, empty=ABSENT, low=ABSENT, high=buckets * GAP - 1),
+    }
 
 
 def empty(sizes: Sizes, k: Tensor, v: Tensor) -> BucketState:
-    counts, ring_k, ring_v, ring_name, waiting, tail_k, tail_v, tail_name = shapes(sizes, k, v)
-    zeros = {shape: k.new_zeros(shape) for shape in (ring_k, ring_v, tail_k, tail_v)}
-    return BucketState(
-        k.new_zeros(counts, dtype=torch.int64),
-        *(zeros[ring_k], zeros[ring_v], k.new_full(ring_name, ABSENT, dtype=torch.int64)),
-        k.new_zeros(waiting, dtype=torch.int64),
-        *(zeros[tail_k], zeros[tail_v], k.new_full(tail_name, ABSENT, dtype=torch.int64)),
-    )
+    return states.empty(BucketState, fields(sizes, k, v), k)
 
 
 def remember(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from subquad import checks
+from subquad.checks import states
 from subquad.kernels.bucket_ops import bucket_attention
 from subquad.kernels.buckets import Options
 from subquad.kernels.precision import without_autocast
@@ -124,14 +125,17 @@ class BucketMechanism(RandomFeatures, Mechanism):
     ) -> tuple[Tensor, State]:
         checks.extend(self, q, k, v, key_mask)
         sizes = bucket_state.Sizes(self.rounds, self.num_buckets, self.bucket_size)
-        if state is not None:
-            checks.state(self.name, state, BucketState, bucket_state.shapes(sizes, k, v), k)
+        past = None if state is None else self._checked(state, sizes, k, v)
         q, k, v = without_masked(key_mask, q, k, v)
         q_bucket, k_bucket = self.buckets(q), self.buckets(k)
-        if state is None:
+        if past is None:
             out = self._attend(q, k, v, q_bucket, k_bucket, True, key_mask)
             empty = bucket_state.empty(sizes, k, v)
             return out, bucket_state.remember(sizes, empty, k, v, k_bucket, key_mask)
         checks.no_transforms(q, k, v)
-        past = BucketState(*state)
         return bucket_state.extend(sizes, self.scale, (q, k, v), (q_bucket, k_bucket), past, key_mask)
+
+    def _checked(self, state: State, sizes: bucket_state.Sizes, k: Tensor, v: Tensor) -> BucketState:
+        checked = states.state(self.name, state, BucketState, bucket_state.fields(sizes, k, v), k)
+        states.one_value(self.name, "waiting", checked.waiting)
+        return checked

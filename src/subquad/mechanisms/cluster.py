@@ -11,6 +11,7 @@ from torch import Tensor
 
 from subquad import checks
 from subquad.checks import buckets as bucket_checks
+from subquad.checks import states
 from subquad.features.draws import derived_seed
 from subquad.features.positive import FeatureMap, draw_rows, positive_map
 from subquad.kernels.precision import without_autocast
@@ -191,10 +192,12 @@ class ClusterAttention(BucketMechanism):
         if self.weight is None:
             return super().extend(q, k, v, state, key_mask=key_mask)
         checks.extend(self, q, k, v, key_mask)
-        if state is not None:
-            shape = (*k.shape[:2], self.num_clusters, self.num_features)
-            checks.state(self.name, state, FieldState, (shape, (*shape, v.shape[3] + 1)), k)
-        return self._by_features(q, k, v, True, key_mask, None if state is None else FieldState(*state))
+        past = None if state is None else states.state(self.name, state, FieldState, self._fields(k, v), k)
+        return self._by_features(q, k, v, True, key_mask, past)
+
+    def _fields(self, k: Tensor, v: Tensor) -> states.Fields:
+        shape = (*k.shape[:2], self.num_clusters, self.num_features)
+        return {"far_max": states.summed(*shape), "far_sum": states.summed(*shape, v.shape[3] + 1)}
 
     def _by_features(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, state: FieldState | None

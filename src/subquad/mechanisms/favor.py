@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from subquad import checks
+from subquad.checks import states
 from subquad.errors import UncalibratedWarning
 from subquad.features.drawn import DRAWN, FITTED, DrawnFeatures
 from subquad.features.draws import check_coupling
@@ -313,10 +314,8 @@ class FavorAttention(RandomFeatures, Mechanism):
         options, feature_map, dtype = self.options, self.feature_map, v.dtype
         q, k, v = self._turned(q, k, v)
         k, v = map_heads(feature_map, q, k, v)
-        shapes = favor_state.shapes(options, k, v, *self._state_sizes())
-        if state is not None:
-            checks.state(self.name, state, FavorState, shapes, k)
-        past = favor_state.empty(k, v, shapes) if state is None else FavorState(*state)
+        fields = favor_state.fields(options, k, v, *self._state_sizes())
+        past = states.state(self.name, state, FavorState, fields, k)
         if self.trigonometric:
             out, far_max, far_sum = self._trigonometric(q, k, v, key_mask, past, True)
             new = q.shape[2] if key_mask is None else key_mask.sum(-1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from subquad import checks
+from subquad.checks import states
 from subquad.features import FeatureMap
 from subquad.kernels import compensated, ops
 from subquad.kernels.compensated import Total, scaled_low
@@ -73,29 +74,20 @@ def map_heads(map: FeatureMap, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
     return repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
 
 
-def shapes(options: FavorOptions, k: Tensor, v: Tensor, maxima: int, features: int) -> tuple[tuple[int, ...], ...]:
-    """The shapes of a state's tensors."""
+def fields(options: FavorOptions, k: Tensor, v: Tensor, maxima: int, features: int) -> states.Fields:
+    """What a state's tensors must be."""
     batch, heads, _, dim = k.shape
     sinks, blocks, value_dim = options.sinks, 2 * options.near, v.shape[-1]
-    return (
-        (batch,),
-        *((batch, heads, sinks, size) for size in (dim, value_dim)),
-        *((batch, heads, blocks, size) for size in (dim, value_dim)),
-        (batch, heads, maxima),
-        *((batch, heads, features, value_dim + 1),) * 2,
-    )
-
-
-def empty(k: Tensor, v: Tensor, shapes: tuple[tuple[int, ...], ...]) -> FavorState:
-    far_dtype = torch.promote_types(k.dtype, torch.float32)
-    length, *kept, far_max, far_sum, far_low = shapes
-    return FavorState(
-        k.new_zeros(length, dtype=torch.int64),
-        *[k.new_zeros(shape) for shape in kept],
-        far_max=k.new_full(far_max, FLOOR, dtype=far_dtype),
-        far_sum=k.new_zeros(far_sum, dtype=far_dtype),
-        far_low=k.new_zeros(far_low, dtype=far_dtype),
-    )
+    return {
+        "length": states.counted(batch),
+        "sink_k": states.kept(batch, heads, sinks, dim),
+        "sink_v": states.kept(batch, heads, sinks, value_dim),
+        "block_k": states.kept(batch, heads, blocks, dim),
+        "block_v": states.kept(batch, heads, blocks, value_dim),
+        "far_max": states.summed(batch, heads, maxima, empty=FLOOR),
+        "far_sum": states.summed(batch, heads, features, value_dim + 1),
+        "far_low": states.summed(batch, heads, features, value_dim + 1),
+    }
 
 
 def extend(

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from subquad import checks
+from subquad.checks import states
 from subquad.mechanism import Mechanism, State, repeat_heads
 
 
@@ -52,8 +52,6 @@ class IdentityAttention(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, IdentityState]:
         checks.extend(self, q, k, v, key_mask)
-        if state is not None:
-            checks.state(self.name, state, IdentityState, ((q.shape[0],),), k)
-        past = q.new_zeros(q.shape[0], dtype=torch.int64) if state is None else state[0]
+        past = states.state(self.name, state, IdentityState, {"length": states.counted(q.shape[0])}, k).length
         new = q.shape[2] if key_mask is None else key_mask.sum(-1)
         return self(q, k, v, causal=True, key_mask=key_mask), IdentityState(past + new)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from subquad import checks
+from subquad.checks import states
 from subquad.features.draws import check_coupling, gaussian_rows
 from subquad.features.elementwise import ELEMENTWISE
 from subquad.features.positive import FeatureMap
@@ -147,7 +148,7 @@ class _Phi:
         self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, state: LinearState
     ) -> tuple[Tensor, LinearState]:
         """One token of the exponential map: FAVOR without near blocks and sinks."""
-        empty_k, empty_v, start = k[:, :, :0], v[:, :, :0], torch.zeros(k.shape[0], dtype=torch.int64)
+        empty_k, empty_v, start = k[:, :, :0], v[:, :, :0], k.new_zeros(k.shape[0], dtype=torch.int64)
         past = FavorState(start, empty_k, empty_v, empty_k, empty_v, *state)
         out, new = favor_step(q, k, v, self._as_map(k), real, past, near=0, root=self.root, gaussian=False)
         return out, LinearState(new.far_max, new.far_sum, new.far_low)
@@ -288,12 +289,12 @@ class LinearAttention(RandomFeatures, Mechanism):
     def _checked_state(self, k: Tensor, v: Tensor, state: State | None) -> LinearState | None:
         if state is None:
             return None
-        features = None if callable(self.feature_map) else self.num_features or self.head_dim
+        features = "M" if callable(self.feature_map) else self.num_features or self.head_dim
         maxima = features if self._phi.in_log_space else 1
         heads = k.shape[:2]
-        shapes = ((*heads, maxima), *((*heads, features, v.shape[-1] + 1),) * 2)
-        checks.state(self.name, state, LinearState, shapes, k)
-        return LinearState(*state)
+        far_sum = states.summed(*heads, features, v.shape[-1] + 1)
+        fields = {"far_max": states.summed(*heads, maxima), "far_sum": far_sum, "far_low": far_sum}
+        return states.state(self.name, state, LinearState, fields, k)
 
     def _native_step(
         self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, key_mask: Tensor | None
@@ -340,6 +341,7 @@ class LinearAttention(RandomFeatures, Mechanism):
             zeros = key.new_zeros(*heads, features, values.shape[-1])
             state = LinearState(far_max, zeros, zeros)
         far_max, total, decay = state.far_max, Total(state.far_sum, state.far_low), None
+        checks.features_of_state(self.name, total.high, features)
         if phi.in_log_space:
             grown = torch.maximum(far_max, key[:, :, 0]).detach()
             decay = (far_max - grown).exp()[..., None]

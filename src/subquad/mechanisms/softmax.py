@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad import checks
+from subquad.checks import states
 from subquad.mechanism import Mechanism, State, masked_softmax
 
 
@@ -110,7 +111,10 @@ class SoftmaxAttention(Mechanism):
         if state is None:
             return k, v, mask
         batch, heads = k.shape[:2]
-        shapes = ((batch, heads, None, k.shape[3]), (batch, heads, None, v.shape[3]), (batch, None))
-        checks.state(self.name, state, SoftmaxState, shapes, k)
-        past_k, past_v, past_mask = state
+        fields = {
+            "k": states.kept(batch, heads, "S", k.shape[3]),
+            "v": states.kept(batch, heads, "S", v.shape[3]),
+            "mask": states.flagged(batch, "S"),
+        }
+        past_k, past_v, past_mask = states.state(self.name, state, SoftmaxState, fields, k)
         return torch.cat([past_k, k], 2), torch.cat([past_v, v], 2), torch.cat([past_mask, mask], 1)

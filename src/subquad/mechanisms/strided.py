@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from subquad import checks
+from subquad.checks import states
 from subquad.checks import strided as own_checks
 from subquad.kernels.precision import without_autocast
 from subquad.mechanism import Mechanism, State, masked_softmax, real_index
@@ -140,8 +141,8 @@ class StridedAttention(Mechanism):
     ) -> tuple[Tensor, StridedState | FixedState]:
         checks.extend(self, q, k, v, key_mask)
         kind = FixedState if self.options.summary else StridedState
-        if state is not None:
-            checks.state(self.name, state, kind, strided_state.shapes(self.options, k, v), k)
-        past = strided_state.empty(self.options, k, v) if state is None else kind(*state)
+        fields = strided_state.fields(self.options, k, v)
+        past = states.state(self.name, state, kind, fields, k)
+        states.lengths_kept(self.name, past.length, *strided_state.room(self.options, past))
         real = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
         return strided_state.extend(self.options, q, k, v, past, real)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.checks import states
 from subquad.kernels.lines import padded
 from subquad.kernels.sparse import ABSENT_KEY
 from subquad.mechanism import masked_softmax
@@ -47,19 +48,30 @@ class FixedState(NamedTuple):
     summary_v: Tensor
 
 
-def empty(options: StridedOptions, k: Tensor, v: Tensor) -> StridedState | FixedState:
-    length = k.new_zeros(k.shape[0], dtype=torch.int64)
+def fields(options: StridedOptions, k: Tensor, v: Tensor) -> states.Fields:
+    """What a state's tensors must be."""
+    (batch, heads), dim, value_dim = k.shape[:2], k.shape[3], v.shape[3]
     if not options.summary:
-        return StridedState(length, k[:, :, :0], v[:, :, :0])
-    block_k, block_v = (x.new_zeros(*x.shape[:2], options.stride, x.shape[3]) for x in (k, v))
-    return FixedState(length, block_k, block_v, k[:, :, :0], v[:, :, :0])
+        return {
+            "length": states.counted(batch),
+            "k": states.kept(batch, heads, "N", dim),
+            "v": states.kept(batch, heads, "N", value_dim),
+        }
+    return {
+        "length": states.counted(batch),
+        "block_k": states.kept(batch, heads, options.stride, dim),
+        "block_v": states.kept(batch, heads, options.stride, value_dim),
+        "summary_k": states.kept(batch, heads, "N", dim),
+        "summary_v": states.kept(batch, heads, "N", value_dim),
+    }
 
 
-def shapes(options: StridedOptions, k: Tensor, v: Tensor) -> tuple[tuple[int | None, ...], ...]:
-    """The shapes of a state's tensors; None is any."""
-    batch, heads = k.shape[:2]
-    sizes = (options.stride, options.stride, None, None) if options.summary else (None, None)
-    return (batch,), *((batch, heads, size, x.shape[3]) for size, x in zip(sizes, (k, v, k, v), strict=False))
+def room(options: StridedOptions, state: StridedState | FixedState) -> tuple[int, str]:
+    """The most tokens that a state can hold, and where."""
+    if isinstance(state, StridedState):
+        return state.k.shape[2], "its keys"
+    blocks = state.summary_k.shape[2] // options.summary
+    return (blocks + 1) * options.stride - 1, "its summaries and its block"
 
 
 def extend(

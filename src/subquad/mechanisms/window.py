@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from subquad import checks
+from subquad.checks import states
 from subquad.checks import window as window_checks
 from subquad.kernels.precision import without_autocast
 from subquad.kernels.sparse import ABSENT_KEY, ABSENT_QUERY, merge
@@ -353,13 +354,14 @@ class WindowAttention(Mechanism):
 
     def _past(self, k: Tensor, v: Tensor, state: State | None) -> WindowState:
         (batch, heads), reach, leading = k.shape[:2], self.options.reach, self.options.global_tokens
-        shapes = [(batch, heads, size, x.shape[3]) for size in (reach, leading) for x in (k, v)]
-        if state is None:
-            last_k, last_v, first_k, first_v = (x.new_zeros(s) for x, s in zip((k, v, k, v), shapes, strict=True))
-            length = torch.zeros(batch, dtype=torch.int64, device=k.device)
-            return WindowState(last_k, last_v, first_k, first_v, length)
-        checks.state(self.name, state, WindowState, (*shapes, (batch,)), k)
-        return WindowState(*state)
+        fields = {
+            "k": states.kept(batch, heads, reach, k.shape[3]),
+            "v": states.kept(batch, heads, reach, v.shape[3]),
+            "global_k": states.kept(batch, heads, leading, k.shape[3]),
+            "global_v": states.kept(batch, heads, leading, v.shape[3]),
+            "length": states.counted(batch),
+        }
+        return states.state(self.name, state, WindowState, fields, k)
 
     def _after(
         self, past: WindowState, line_k: Tensor, line_v: Tensor, position: Tensor, real: Tensor, count: Tensor
@@ -377,4 +379,5 @@ class WindowAttention(Mechanism):
         places = torch.arange(self.options.global_tokens, device=q.device)
         places = places.masked_fill(places >= state.length[:, None], ABSENT_KEY)
         few_k, few_v = (t.to(dtype) for t in (state.global_k, state.global_v))
+        q_place = q_place.clamp(max=self.options.global_tokens)  # all are before it; labels are int32, lengths are not
         return attend_to_few(q, few_k, few_v, q_place, places, True, self.options.scale)

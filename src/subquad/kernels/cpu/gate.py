@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.checks import dense_layout
 from subquad.checks import engine as checks
 from subquad.kernels.cpu.library import DTYPES, Array, Backward, Forward, Problem, Step
 
@@ -99,7 +100,7 @@ class _Pointer(NamedTuple):
         if type(tensor) is not Tensor and _has_no_numbers(tensor):
             raise checks.not_plain(OP, self.name, tensor)
         if tensor.is_nested or tensor.layout is not torch.strided:
-            checks.plain_layout(OP, self.name, tensor)
+            dense_layout(OP, self.name, tensor)
         if tensor.dtype is not self.dtype:
             raise checks.wrong_dtype(OP, self.name, tensor, [self.dtype])
         if tensor.shape != self.shape:

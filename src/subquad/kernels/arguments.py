@@ -1,0 +1,196 @@
+"""What the torch operators take. Anyone can call `torch.ops.subquad.*`, so both engines stand behind these checks.
+
+Every tensor is declared by its kind and the letters of its sizes; a letter stands for one size in all of them, `V+1`
+for one more than `V`, `B|1` for either. Kinds: "input" has the dtype of q, "float" any, "state" what sums of inputs are
+kept in. Sizes that are symbols of a traced graph are not compared.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad import checks
+from subquad.checks import engine as own_checks
+from subquad.features.elementwise import ELEMENTWISE
+
+Declared = Mapping[str, str]
+
+QKV = {"q": "input B H T D", "k": "input B K S D", "v": "input B K S V"}
+FAVOR = {
+    **QKV,
+    **{"sink_k": "input B K sinks D", "sink_v": "input B K sinks V"},
+    **{"query": "float maps M D", "key": "float maps M D", "key_bias": "float maps M"},
+    **{"offset_weight": "float maps D", "offset_bias": "float maps"},
+    **{"alive": "bool B|1 S", "fold": "bool B|1 S", "sink_seen": "int64 B|1 T"},
+    **{"far_max": "state B K M", "far_sum": "state B K M V+1"},
+}
+LINEAR = {
+    **QKV,
+    **{"weight": "float maps M D", "log_weight": "float B K S", "alive": "bool B|1 S"},
+    **{"far_max": "state B K 1", "far_sum": "state B K M V+1"},
+}
+SAVED = {"grad_out": "input B H T V", "out": "input B H T V"}
+FAVOR_SAVED = {
+    **SAVED,
+    **{"lognorm": "state B H T 2", "borders_max": "state borders B K M", "borders_sum": "state borders B K M V+1"},
+    "grad_far_sum": "state B K M V+1",
+}
+LINEAR_SAVED = {
+    **SAVED,
+    **{"normaliser": "state B H T", "borders_max": "state borders B K 1", "borders_sum": "state borders B K M V+1"},
+    "grad_far_sum": "state B K M V+1",
+}
+BUCKETS = {
+    **{"q": "input B H T D", "k": "input B K T D", "v": "input B K T V"},
+    **{"q_code": "int32 R B H T", "k_code": "int32 R B K T"},
+}
+BUCKETS_SAVED = {**SAVED, "log_sum": "log B H T"}
+_SPARSE_QKV = {"q": "input N C D", "k": "input J E D", "v": "input J E V", "blocks": "int64 N W"}
+SPARSE = {
+    **_SPARSE_QKV,
+    **{"q_place": "int32 N C", "k_place": "int32 J E", "q_code": "int32 N C R", "k_code": "int32 J E R"},
+}
+SPARSE_ALIKE = {**_SPARSE_QKV, "q_place": "int32 C", "k_place": "int32 WE", "alive": "bool J E"}
+SPARSE_SAVED = {"grad_out": "input N C V", "grad_log_sum": "log N C", "out": "input N C V", "log_sum": "log N C"}
+
+MAY_BE_EMPTY = ("sinks", "borders")
+RULES = ("none", "norm", "groups")
+
+
+class Sizes:
+    """What the letters turned out to be."""
+
+    def __init__(self, op: str, q: Tensor, **known: int) -> None:
+        self.op, self.q, self.known = op, q, {"1": 1, "2": 2, **known}
+        checks.dense_layout(op, "q", q)
+        if q.dtype not in checks.FLOAT_DTYPES:
+            raise own_checks.wrong_dtype(op, "q", q, checks.FLOAT_DTYPES)
+        state = torch.promote_types(q.dtype, torch.float32)
+        self._dtypes = {"input": (q.dtype,), "float": checks.FLOAT_DTYPES, "state": (state,)}
+        self._dtypes |= {"log": (torch.float32, torch.float64), "bool": (torch.bool,)}
+        self._dtypes |= {"int64": (torch.int64,), "int32": (torch.int32,)}
+
+    def __getitem__(self, letter: str) -> int:
+        return self.known[letter]
+
+    def check(self, declared: Declared, tensors: Mapping[str, Tensor | None]) -> None:
+        for name, words in declared.items():
+            tensor = tensors.get(name)
+            if tensor is None:
+                continue
+            kind, *letters = words.split()
+            bound = len(letters) == tensor.dim() and not tensor.is_nested
+            shape = [self._size(letter, tensor.shape[i] if bound else letter) for i, letter in enumerate(letters)]
+            own_checks.tensor(self.op, name, tensor, self._dtypes[kind], shape)
+            own_checks.device(self.op, name, tensor, self.q)
+            for letter in letters if 0 in tensor.shape else ():
+                if letter not in MAY_BE_EMPTY and self.known.get(letter) == 0:
+                    raise own_checks.empty(self.op, name, tensor)
+
+    def _size(self, letter: str, found: Any) -> Any:
+        """What a letter says the size is: what is `found`, if it has said nothing so far."""
+        if letter == "V+1":
+            return self.known["V"] + 1
+        if "|" in letter:
+            return tuple(self.known[other] for other in letter.split("|"))
+        if letter == "WE":
+            return self.known["W"] * self.known["E"]
+        return self.known.setdefault(letter, found) if isinstance(found, (int, torch.SymInt)) else found
+
+
+def favor(op: str, inputs: Any, options: Any, engines: Mapping[str, Any]) -> Sizes:
+    """inputs: `FavorInputs`, options: `EngineOptions`."""
+    m = inputs.map
+    sizes = Sizes(op, inputs.q)
+    tensors = inputs._asdict() | {name: getattr(m, name) for name in m._fields}
+    sizes.check(FAVOR, tensors)
+    _heads(sizes)
+    _together(op, tensors, ("far_max", "far_sum"), ("offset_weight", "offset_bias"))
+    if sizes["sinks"] and inputs.sink_seen is None:
+        raise own_checks.missing(op, "sink_seen")
+    checks.choice(op, "rule", m.rule, RULES)
+    checks.count(op, "groups", m.groups)
+    if sizes["M"] % m.groups:
+        raise own_checks.left_over(op, m.groups, sizes["M"])
+    checks.count(op, "near", options.near, minimum=0)
+    _options(sizes, options.chunk, options.scale, options.engine, engines, options.causal or options.near > 0)
+    return sizes
+
+
+def linear(op: str, inputs: Any, options: Any, engines: Mapping[str, Any]) -> Sizes:
+    """inputs: `LinearInputs`, options: `LinearOptions`."""
+    sizes = Sizes(op, inputs.q)
+    tensors = inputs._asdict()
+    sizes.check(QKV, tensors)
+    if inputs.weight is None:
+        sizes.known["M"] = sizes["D"]
+    sizes.check(LINEAR, tensors)
+    sizes.known.setdefault("maps", 1)
+    _heads(sizes)
+    _together(op, tensors, ("far_max", "far_sum"))
+    checks.choice(op, "feature_map", options.feature_map, tuple(ELEMENTWISE))
+    _options(sizes, options.chunk, options.root, options.engine, engines, options.causal)
+    if options.engine == "cpu" and inputs.log_weight is not None:
+        raise own_checks.unasked(op, "log_weight", "engine='cpu' has no signed (trigonometric) features")
+    return sizes
+
+
+def saved(sizes: Sizes, declared: Declared, borders: int, tensors: Mapping[str, Tensor | None]) -> None:
+    """What the forward kept for the backward, and the gradients that come in."""
+    sizes.known["borders"] = borders
+    sizes.check(declared, tensors)
+
+
+def buckets(op: str, tensors: Mapping[str, Tensor], scale: float, tile: int) -> Sizes:
+    sizes = Sizes(op, tensors["q"])
+    sizes.check(BUCKETS, tensors)
+    _query_heads(sizes)
+    checks.count(op, "tile", tile)
+    checks.scale(op, scale, 1)
+    return sizes
+
+
+def sparse(op: str, tensors: Mapping[str, Any], scale: float) -> Sizes:
+    sizes, blocks = Sizes(op, tensors["q"]), tensors["blocks"]
+    alike = tensors["q_place"].dim() == 1
+    sizes.check(SPARSE_ALIKE if alike else SPARSE, tensors)
+    _together(op, tensors, ("q_code", "k_code"))
+    for name in ("q_code", "k_code") if alike else ("alive",):
+        if tensors[name] is not None:
+            raise own_checks.unasked(op, name, f"tiles look {'' if alike else 'un'}alike, as q_place says")
+    checks.scale(op, scale, 1)
+    if type(blocks) is Tensor and blocks.is_cpu:
+        own_checks.indices(op, "blocks", blocks, sizes["J"])
+    return sizes
+
+
+def _together(op: str, tensors: Mapping[str, Tensor | None], *pairs: tuple[str, str]) -> None:
+    for one, other in pairs:
+        if (tensors[one] is None) != (tensors[other] is None):
+            raise own_checks.missing(op, one if tensors[one] is None else other)
+
+
+def _query_heads(sizes: Sizes) -> None:
+    heads, key_heads = sizes["H"], sizes["K"]
+    if isinstance(heads, int) and isinstance(key_heads, int) and heads % key_heads:
+        raise own_checks.ungrouped(sizes.op, heads, key_heads)
+
+
+def _heads(sizes: Sizes) -> None:
+    _query_heads(sizes)
+    maps, key_heads = sizes["maps"], sizes["K"]
+    if isinstance(maps, int) and isinstance(key_heads, int):
+        own_checks.choice(sizes.op, "heads of the map", maps, (1, key_heads))
+
+
+def _options(
+    sizes: Sizes, chunk: int, scale: float, engine: str, engines: Mapping[str, Any], same_length: bool
+) -> None:
+    checks.count(sizes.op, "chunk", chunk, minimum=0)
+    checks.scale(sizes.op, scale, 1)
+    checks.choice(sizes.op, "engine", engine, tuple(engines))
+    queries, keys = sizes["T"], sizes["S"]
+    if same_length and isinstance(queries, int) and isinstance(keys, int) and queries != keys:
+        raise own_checks.other_length(sizes.op, queries, keys)
