@@ -34,14 +34,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """q `[B, H, T, D]`, k `[B, K, S, D]`, v `[B, K, S, Dv]`, H a multiple of K; one float dtype, one device."""
-    qk(op, q, k)
     _tensors(op, q=q, k=k, v=v)
+    _fit(op, q, k)
     if v.shape[:3] != k.shape[:3]:
         raise ShapeError(f"{op}: v must have the batch, heads and length of k, got k {shape_of(k)} and v {shape_of(v)}")
 
 
 def qk(op: str, q: Tensor, k: Tensor) -> None:
     _tensors(op, q=q, k=k)
+    _fit(op, q, k)
+
+
+def _fit(op: str, q: Tensor, k: Tensor) -> None:
     if q.shape[0] != k.shape[0]:
         raise ShapeError(f"{op}: q and k must share the batch size, got q {shape_of(q)} and k {shape_of(k)}")
     if q.shape[3] != k.shape[3]:
@@ -168,14 +172,8 @@ def feature_map(op: str, map: Any, q: Tensor, k: Tensor) -> None:
             weights(op, f"{name} of the feature map", getattr(map, name))
     if map.query.dim() != 3:
         raise ShapeError(f"{op}: query of the feature map must be [heads, features, dim], got {shape_of(map.query)}")
+    map_rows(op, map.query, q, k)
     heads, features = map.query.shape[0], map.query.shape[-2]
-    if map.query.shape[-1] != q.shape[-1]:
-        raise ShapeError(f"{op}: the feature map is for head_dim={map.query.shape[-1]}, got q {shape_of(q)}")
-    if heads not in (1, k.shape[1], q.shape[1]):
-        raise ShapeError(
-            f"{op}: the feature map has {heads} heads, but k has {k.shape[1]} and q {q.shape[1]}; "
-            "make it with num_heads = the heads of k"
-        )
     wanted = {"key": tuple(map.query.shape), "key_bias": (heads, features)}
     if map.offset_weight is not None or map.offset_bias is not None:
         wanted |= {"offset_weight": (heads, q.shape[-1]), "offset_bias": (heads,)}
@@ -189,8 +187,21 @@ def feature_map(op: str, map: Any, q: Tensor, k: Tensor) -> None:
             f"{op}: groups={map.groups} of the feature map needs rule='groups' and a multiple of {map.groups} "
             f"features, got rule={map.rule!r} and {features}"
         )
-    for device in {getattr(map, name).device for name in ("query", *wanted)} - {q.device}:
+    for device in {getattr(map, name).device for name in wanted} - {q.device}:
         raise BackendError(f"{op}: the feature map is on {device}, q on {q.device}; move one of them")
+
+
+def map_rows(op: str, rows: Tensor, q: Tensor, k: Tensor) -> None:
+    """Rows of a feature map `[heads, M, D]`, for such queries and keys."""
+    if rows.shape[-1] != q.shape[-1]:
+        raise ShapeError(f"{op}: the feature map is for head_dim={rows.shape[-1]}, got q {shape_of(q)}")
+    if rows.shape[0] not in (1, k.shape[1], q.shape[1]):
+        raise ShapeError(
+            f"{op}: the feature map has {rows.shape[0]} heads, but k has {k.shape[1]} and q {q.shape[1]}; "
+            "make it with num_heads = the heads of k"
+        )
+    if rows.device != q.device:
+        raise BackendError(f"{op}: the feature map is on {rows.device}, q on {q.device}; move one of them")
 
 
 def weights(op: str, name: str, tensor: Any) -> None:

@@ -278,7 +278,8 @@ class FavorAttention(RandomFeatures, Mechanism):
         self.features.reset_parameters()
 
     def check_heads(self, q: Tensor, k: Tensor) -> None:
-        checks.feature_map(self.name, self.feature_map, q, k)
+        features = self.features
+        checks.map_rows(self.name, features.weight if isinstance(features, DrawnFeatures) else features.query, q, k)
 
     def _turned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All of them in the precision of the features and with as many heads, q and k after the transform."""

@@ -4,6 +4,7 @@ The far field holds whole blocks only. A state therefore keeps, beside it, the p
 as they are, and folds a block away when a new one begins. Sequences of one batch may stand at different positions.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -76,8 +77,13 @@ def map_heads(map: FeatureMap, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
 
 def fields(options: FavorOptions, k: Tensor, v: Tensor, maxima: int, features: int) -> states.Fields:
     """What a state's tensors must be."""
-    batch, heads, _, dim = k.shape
-    sinks, blocks, value_dim = options.sinks, 2 * options.near, v.shape[-1]
+    return _fields(*k.shape[:2], k.shape[-1], v.shape[-1], options.sinks, 2 * options.near, maxima, features)
+
+
+@functools.lru_cache(maxsize=64)
+def _fields(
+    batch: int, heads: int, dim: int, value_dim: int, sinks: int, blocks: int, maxima: int, features: int
+) -> states.Fields:
     return {
         "length": states.counted(batch),
         "sink_k": states.kept(batch, heads, sinks, dim),

@@ -16,6 +16,7 @@ from subquad.checks import engine as checks
 from subquad.kernels.cpu.library import DTYPES, Array, Backward, Forward, Problem, Step
 
 OP = "cpu engine"
+STRIDED = torch.strided
 TILE = 64  # as in tokens.hpp
 EXP, GROUPS = 0, 2  # of `Kind` and `Rule` in api.hpp
 COUNT = 2**31 - 1  # an int32
@@ -92,14 +93,15 @@ class _Pointer(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     kind: str
-    bytes: int  # if dense
+    number: int  # bytes of one
+    bytes: int  # of all, if dense
     strides: tuple[int, ...]  # of rows, if dense
 
     def to(self, tensor: Tensor) -> Array | int | None:
         """The address of a tensor, with its strides where those are free; null if there is nothing to read."""
         if type(tensor) is not Tensor and _has_no_numbers(tensor):
             raise checks.not_plain(OP, self.name, tensor)
-        if tensor.is_nested or tensor.layout is not torch.strided:
+        if tensor.is_nested or tensor.layout is not STRIDED:
             dense_layout(OP, self.name, tensor)
         if tensor.dtype is not self.dtype:
             raise checks.wrong_dtype(OP, self.name, tensor, [self.dtype])
@@ -107,25 +109,25 @@ class _Pointer(NamedTuple):
             raise checks.wrong_shape(OP, self.name, tensor, self.shape)
         if not self.bytes:
             return Array() if self.kind == "rows" else None
-        size, address = self.dtype.itemsize, tensor.data_ptr()
-        dense, rows = tensor.is_contiguous(), self.kind == "rows"
-        if address % size or not (address and tensor.is_cpu and (dense or rows)) or tensor.is_neg():
+        address, dense, rows = tensor.data_ptr(), tensor.is_contiguous(), self.kind == "rows"
+        if not (address and tensor.is_cpu and (dense or rows)) or address % self.number or tensor.is_neg():
             raise checks.unreadable(OP, self.name, tensor)
         if self.kind == "made":  # its storage is not asked for: autograd would copy gradients instead of taking them
             return address
         strides, reach = (self.strides, self.bytes) if dense else self._strides(tensor)
-        end, there = tensor.storage_offset() * size + reach, tensor.untyped_storage().nbytes()
+        end, there = tensor.storage_offset() * self.number + reach, tensor.untyped_storage().nbytes()
         if end > there:
             raise checks.beyond_memory(OP, self.name, end, there)
         return Array(address, *strides) if rows else address
 
-    def _strides(self, tensor: Tensor) -> tuple[list[int], int]:
+    def _strides(self, tensor: Tensor) -> tuple[tuple[int, int, int], int]:
         """Of the first three dimensions, 0 where nothing is stepped over; and the bytes from the first to the last."""
-        *strides, last = (step if count > 1 else 0 for step, count in zip(tensor.stride(), self.shape, strict=True))
-        if self.shape[-1] > 1 and last != 1:
+        (batches, heads, tokens, width), (batch, head, token, last) = self.shape, tensor.stride()
+        if width > 1 and last != 1:
             raise checks.unreadable(OP, self.name, tensor)
-        reach = sum(step * (count - 1) for step, count in zip(strides, self.shape, strict=False)) + self.shape[-1]
-        return strides, reach * self.dtype.itemsize
+        reach = batch * (batches - 1) + head * (heads - 1) + token * (tokens - 1) + width
+        strides = batch if batches > 1 else 0, head if heads > 1 else 0, token if tokens > 1 else 0
+        return strides, reach * self.number
 
 
 def _has_no_numbers(tensor: Any) -> bool:
@@ -141,7 +143,8 @@ class Plan:
         self.numbers = numbers
         self._template = Problem(**numbers)
         self._pointers = {structure: _pointers(numbers, fields) for structure, fields in FIELDS.items()}
-        self._needed = {structure: self._needed_by(structure) for structure in FIELDS}
+        self._needed = {structure: sorted(self._needed_by(structure)) for structure in FIELDS}
+        self._needed_by_steps = sorted(self._needed_by(Problem) - SINKS)  # of which the state has its own
 
     def _needed_by(self, structure: type[Structure]) -> set[str]:
         names, n = set(NEEDED[structure]), self.numbers
@@ -156,7 +159,7 @@ class Plan:
         checks.number(OP, "root", root, 2**-1000, 2**1000)
         given = Problem.from_buffer_copy(self._template)
         given.root = root
-        self._point(given, tensors, self._needed[Problem] - SINKS if step else self._needed[Problem])
+        self._point(given, tensors, self._needed_by_steps if step else self._needed[Problem])
         if tensors.get("query") is None and self.numbers["num_features"] != self.numbers["head_dim"]:
             raise checks.missing(OP, "query")
         return given
@@ -166,17 +169,19 @@ class Plan:
         self._point(structure, tensors, self._needed[type(structure)])
         return structure
 
-    def _point(self, structure: Any, tensors: dict[str, Tensor | None], needed: set[str]) -> None:
+    def _point(self, structure: Any, tensors: dict[str, Tensor | None], needed: list[str]) -> None:
         kind = type(structure)
-        pointers, given = self._pointers[kind], {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        for name, tensor in given.items():
-            setattr(structure, name, pointers[name].to(tensor))
-        if not given.keys() >= needed:
-            raise checks.missing(OP, min(needed - given.keys()))
+        pointers = self._pointers[kind]
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                setattr(structure, name, pointers[name].to(tensor))
+        for name in needed:
+            if tensors.get(name) is None:
+                raise checks.missing(OP, name)
         for one, other in TOGETHER.get(kind, ()):
-            if (one in given) != (other in given):
-                raise checks.missing(OP, other if one in given else one)
-        structure.tensors = given
+            if (tensors.get(one) is None) != (tensors.get(other) is None):
+                raise checks.missing(OP, one if tensors.get(one) is None else other)
+        structure.tensors = tensors
 
 
 @functools.lru_cache(maxsize=64)
@@ -233,5 +238,5 @@ def _pointers(numbers: dict[str, int], fields: dict[str, str]) -> dict[str, _Poi
             raise checks.too_large(OP, name, memory, MOST_BYTES)
         _, heads, tokens, width = shape if kind == "rows" else (0,) * 4
         strides = (heads * tokens * width, tokens * width, width)
-        pointers[name] = _Pointer(name, dtypes[kind], shape, kind, memory, strides)
+        pointers[name] = _Pointer(name, dtypes[kind], shape, kind, dtypes[kind].itemsize, memory, strides)
     return pointers

@@ -85,7 +85,7 @@ class TokenStep {
 
   // W x, or x itself, then the rule's or the map's own business.
   void features(const float* weight, const float* x, float* logs) {
-    for (int m = 0; m < v.M; ++m) logs[m] = weight ? dot(weight + long(m) * v.D, x, v.D) : x[m];
+    weight ? products(weight, x, logs) : void(std::copy_n(x, v.M, logs));
     if (!v.logarithmic())
       return with_kind(v.p.kind, [&](auto kind) {
         constexpr int KIND = decltype(kind)::value;
@@ -100,6 +100,20 @@ class TokenStep {
       const float grown = std::log(sum);
       for (int i = m; i < m + size; ++i) logs[i] = logs[i] - top - grown;
     }
+  }
+  // W x, LANES rows at a time: their sums across vectors then cost as much as one.
+  void products(const float* weight, const float* x, float* into) const {
+    int m = 0;
+    for (; m + LANES <= v.M; m += LANES, weight += long(LANES) * v.D) {
+      Vec sums[LANES] = {};
+      int d = 0;
+      for (; d + LANES <= v.D; d += LANES)
+        for (int i = 0; i < LANES; ++i) sums[i] += load(weight + long(i) * v.D + d) * load(x + d);
+      store(into + m, sums_across(sums));
+      for (; d < v.D; ++d)
+        for (int i = 0; i < LANES; ++i) into[m + i] += weight[long(i) * v.D + d] * x[d];
+    }
+    for (; m < v.M; ++m, weight += v.D) into[m] = dot(weight, x, v.D);
   }
   // x = work(x), a vector at a time.
   template <class Work>
@@ -145,22 +159,27 @@ class TokenStep {
       exponentials(logs_ + long(i) * v.M, v.M, 0);
     }
     for (int m = 0; m < v.M; ++m) {
-      std::fill(sums_, sums_ + row, 0.0f);
-      for (int i = 0; i < count; ++i) add_multiple(logs_[long(i) * v.M + m], values_ + i * row, sums_);
+      const float* more = values_;
+      float weight = logs_[m];
+      if (count > 1) {
+        std::fill(sums_, sums_ + row, 0.0f);
+        for (int i = 0; i < count; ++i) add_multiple(logs_[long(i) * v.M + m], values_ + i * row, sums_);
+        more = sums_, weight = 1;
+      }
       const long at = (place + m) * row;
-      add_exactly(s.before.far_sum + at, s.before.far_low + at, decay[m], sums_, s.after.far_sum + at,
+      add_exactly(s.before.far_sum + at, s.before.far_low + at, decay[m], weight, more, s.after.far_sum + at,
                   s.after.far_low + at);
     }
   }
   void add_multiple(float weight, const float* __restrict__ from, float* __restrict__ to) const {
     for (int j = 0; j <= v.V; ++j) to[j] += weight * from[j];
   }
-  // (high, low) decay + more, where high is the sum as a float and low what that leaves out.
-  void add_exactly(const float* __restrict__ high, const float* __restrict__ low, float decay,
+  // (high, low) decay + weight more, where high is the sum as a float and low what that leaves out.
+  void add_exactly(const float* __restrict__ high, const float* __restrict__ low, float decay, float weight,
                    const float* __restrict__ more, float* __restrict__ new_high, float* __restrict__ new_low) const {
     for (int j = 0; j <= v.V; ++j) {
-      const float large = high[j] * decay, sum = large + more[j], part = sum - large;
-      const float rest = low[j] * decay + ((large - (sum - part)) + (more[j] - part));
+      const float large = high[j] * decay, small = weight * more[j], sum = large + small, part = sum - large;
+      const float rest = low[j] * decay + ((large - (sum - part)) + (small - part));
       new_high[j] = sum + rest;
       new_low[j] = rest - (new_high[j] - sum);
     }
@@ -220,9 +239,22 @@ class TokenStep {
     for (int j = 0; j < v.V; ++j) out[j] = sums_[j] / divisor;
   }
 
+  // Four vectors of sums in registers, then single numbers.
   void add_far() {
-    const float* sum = now_.far_sum + Field::place(v, 0) * (v.V + 1);
-    for (int m = 0; m < v.M; ++m) add_multiple(logs_[m], sum + m * (v.V + 1L), sums_);
+    constexpr int WIDE = 4 * LANES;
+    const long row = v.V + 1;
+    const float* far = now_.far_sum + Field::place(v, 0) * row;
+    int j = 0;
+    for (; j + WIDE <= row; j += WIDE) {
+      Vec sums[4];
+      for (int i = 0; i < 4; ++i) sums[i] = load(sums_ + j + i * LANES);
+      for (int m = 0; m < v.M; ++m)
+        for (int i = 0; i < 4; ++i) sums[i] += splat(logs_[m]) * load(far + m * row + j + i * LANES);
+      for (int i = 0; i < 4; ++i) store(sums_ + j + i * LANES, sums[i]);
+    }
+    if (j == row) return;
+    for (int m = 0; m < v.M; ++m)
+      for (int i = j; i < row; ++i) sums_[i] += logs_[m] * far[m * row + i];
   }
 
   void read_elementwise() {
@@ -274,7 +306,7 @@ class TokenStep {
 
 inline void step(const Problem& p, const Step& s) {
   const long heads = task_count(p), keys = p.sinks + (p.near_blocks ? 2L * p.block : 0);
-  const bool worth_waking = heads * (p.num_features + keys) * (p.head_dim + p.value_dim) > 200000;
+  const bool worth_waking = heads * (p.num_features + keys) * (p.head_dim + p.value_dim) > 1500000;
   each_task(worth_waking ? p.threads : 1, heads, [&](long task) {
     pool().reset();
     TokenStep(View(p, task), s).run();
