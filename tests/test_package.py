@@ -30,7 +30,17 @@ HEAVY = (
 
 # Each may import from itself and from what stands before it.
 LAYERS = (
-    *("errors", "checks", "features", "kernel_approximation", "kernels", "mechanism", "mechanisms", "functional"),
+    *(
+        "waiting",
+        "errors",
+        "checks",
+        "features",
+        "kernel_approximation",
+        "kernels",
+        "mechanism",
+        "mechanisms",
+        "functional",
+    ),
     *("nn", "calibration", "models", "conversion", "data", "diagnostics", "bench", "training", "cli", "__main__"),
     "testing",
 )

@@ -3,6 +3,11 @@
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from subquad import waiting
+
+if waiting.is_command():  # a library leaves such choices to the program; torch is imported below
+    waiting.let_threads_sleep()
+
 from subquad import errors, features, functional
 from subquad.errors import SubquadError
 from subquad.features import FeatureMap, draw_feature_map

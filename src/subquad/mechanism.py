@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from subquad import checks
 from subquad.features.buffers import Float32Buffers
+from subquad.features.elementwise import at_least_tiny
 from subquad.kernels.precision import without_autocast
 
 # What `extend` carries from call to call: a NamedTuple of tensors, batch first in every one of them.
@@ -163,9 +164,9 @@ def masked_softmax(logits: Tensor, seen: Tensor) -> Tensor:
 
 
 def normalised(weights: Tensor) -> Tensor:
-    """Rows divided by their sums; a row of zeros stays one."""
+    """Rows divided by their sums; a row whose sum is too small to count is one of zeros."""
     total = weights.sum(-1, keepdim=True)
-    return weights / torch.where(total != 0, total, 1)
+    return weights / torch.where(at_least_tiny(total), total, torch.inf)
 
 
 def log_sum_of_products(log_phi: Tensor, log_psi: Tensor) -> Tensor:

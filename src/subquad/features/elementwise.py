@@ -1,4 +1,8 @@
-"""Named feature maps that act on each number alone, with the derivative the engines need."""
+"""Named feature maps that act on each number alone, with the derivative the engines need.
+
+Features, and sums of weights, below `smallest` count as zero: 1 / x and what is multiplied by it must be finite numbers,
+also in gradients, which float32 cannot hold for numbers near its own smallest.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,6 +10,27 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """The least size that counts, as TINY in the C++ engine: 2^-100, some 8e-31; 2^-900 in float64."""
+    return 2.0**-900 if dtype == torch.float64 else 2.0**-100
+
+
+def without_tiny(phi: Tensor) -> Tensor:
+    """Zeros for what is too small to count. NaN stays NaN."""
+    return phi.masked_fill(phi.abs() < smallest(phi.dtype), 0)
+
+
+def at_least_tiny(total: Tensor) -> Tensor:
+    """Where a sum of weights can be divided by. NaN can: it must be seen."""
+    return ~(total.abs() < smallest(total.dtype))
+
+
+def by_largest(phi: Tensor) -> Tensor:
+    """Features of queries, the largest of each row 1: a row's own factor cancels."""
+    size = phi.abs().amax(-1, keepdim=True).detach()
+    return phi / torch.where(size > 0, size, 1)
 
 
 class ElementwiseMap(NamedTuple):
@@ -21,9 +46,10 @@ def elu1(x: Tensor) -> Tensor:
 
 
 ELEMENTWISE = {
-    "elu1": ElementwiseMap(elu1, lambda _, phi: phi.clamp(max=1)),
-    "relu": ElementwiseMap(F.relu, lambda x, _: (x > 0).to(x.dtype)),
-    "softplus": ElementwiseMap(F.softplus, lambda x, _: x.sigmoid()),
-    "relu2": ElementwiseMap(lambda x: F.relu(x).square(), lambda x, _: 2 * F.relu(x)),
-    "identity": ElementwiseMap(lambda x: x, lambda x, _: torch.ones_like(x)),  # features given by the caller
+    "elu1": ElementwiseMap(lambda x: without_tiny(elu1(x)), lambda _, phi: phi.clamp(max=1)),
+    "relu": ElementwiseMap(lambda x: without_tiny(F.relu(x)), lambda _, phi: (phi > 0).to(phi.dtype)),
+    # 1 - exp(-phi) is the sigmoid of x, and 0 where phi is
+    "softplus": ElementwiseMap(lambda x: without_tiny(F.softplus(x)), lambda _, phi: -torch.expm1(-phi)),
+    "relu2": ElementwiseMap(lambda x: without_tiny(F.relu(x).square()), lambda x, phi: 2 * F.relu(x) * (phi > 0)),
+    "identity": ElementwiseMap(without_tiny, lambda x, _: torch.ones_like(x)),  # features given by the caller
 }

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.features.elementwise import ELEMENTWISE
+from subquad.features.elementwise import ELEMENTWISE, at_least_tiny
 from subquad.kernels import problem
 from subquad.kernels.logs import project, unproject, weight_gradient
 from subquad.kernels.problem import DEAD, FLOOR, NOWHERE, KeyTile, Problem, Saved, between_borders
@@ -241,11 +241,9 @@ class _Engine:
             if of_state is not None:
                 numerator *= of_state
             numerator += self._own_scores(weights, own, of_own) @ own.tile.v
-        total = numerator[..., -1]
-        seen = total != 0
-        divisor = torch.where(seen, total, 1)[..., None]
-        self.p.put_rows(out, start, self.block, numerator[..., :-1] / divisor)
-        self.p.put_rows(normaliser, start, self.block, torch.where(seen, total, NOWHERE))
+        total = torch.where(at_least_tiny(numerator[..., -1]), numerator[..., -1], NOWHERE)
+        self.p.put_rows(out, start, self.block, numerator[..., :-1] / total[..., None])
+        self.p.put_rows(normaliser, start, self.block, total)
 
     def _read_backward(
         self, start: int, states: Tensor, own: _Keys | None, saved: Saved, into: LinearGradients

@@ -23,3 +23,14 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return wrapped
+
+
+def bounded_(x: Tensor) -> Tensor:
+    """Queries or keys, in place, no larger than what can be squared and summed up over the last dimension.
+
+    An infinite product is NaN once it meets another, and would reach every row of its tile, also those that may not see
+    it. Where it matters, logits are beyond 1e36, and mean nothing in float32 anyway. NaN stays NaN.
+    """
+    most = torch.finfo(torch.promote_types(x.dtype, torch.float32)).max
+    limit = (most / (4 * x.shape[-1])) ** 0.5
+    return x.clamp_(-limit, limit)

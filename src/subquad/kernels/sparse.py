@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.kernels.precision import bounded_
+
 PAIRS_AT_ONCE = 1 << 19
 UNLIMITED = 1 << 28  # more than any place or code
 ABSENT_QUERY, ABSENT_KEY = -(1 << 29), 1 << 29  # labels of what is not there: their difference is below every range
@@ -67,7 +69,7 @@ def forward(inputs: Inputs, pairs: Pairs, rule: Rule, scale: float) -> tuple[Ten
     """Output `[N, C, Dv]` and log-normaliser `[N, C]`; zeros and -inf for a row that sees no key."""
     q, k, v = inputs
     out, log_sum = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=log_dtype(q))
-    for tile in _tiles(Inputs(q * scale, k, v), pairs, rule):
+    for tile in _tiles(Inputs(bounded_(q * scale), bounded_(k.clone()), v), pairs, rule):
         top = tile.logits.amax(-1, keepdim=True)
         top.masked_fill_(top == -torch.inf, 0)
         weights = tile.logits.sub_(top).exp_()
@@ -81,7 +83,7 @@ def backward(
     inputs: Inputs, pairs: Pairs, rule: Rule, scale: float, out: Tensor, log_sum: Tensor, grads: tuple[Tensor, Tensor]
 ) -> Inputs:
     """Gradients of q, k and v, from those of the output and of the log-normaliser."""
-    q, k, v = inputs = Inputs(inputs.q * scale, inputs.k, inputs.v)
+    q, k, v = inputs = Inputs(bounded_(inputs.q * scale), bounded_(inputs.k.clone()), inputs.v)
     grad_out, grad_log_sum = grads
     of_q = torch.empty_like(q)
     of_k, of_v = (x.new_zeros(x.shape[0] + 1, *x.shape[1:]) for x in (k, v))  # the last block is nobody's

@@ -9,7 +9,7 @@ from torch import Tensor
 from subquad import checks
 from subquad.checks import states
 from subquad.features.draws import check_coupling, gaussian_rows
-from subquad.features.elementwise import ELEMENTWISE
+from subquad.features.elementwise import ELEMENTWISE, at_least_tiny, by_largest, without_tiny
 from subquad.features.positive import FeatureMap
 from subquad.kernels import compensated, ops
 from subquad.kernels.compensated import Total, scaled_low
@@ -118,7 +118,7 @@ class _Phi:
     def __call__(self, x: Tensor) -> Tensor:
         x = self.argument(x)
         if callable(self.feature_map):
-            return checks.features_of("linear", self.feature_map(x), x)
+            return without_tiny(checks.features_of("linear", self.feature_map(x), x))
         return ELEMENTWISE[self.feature_map].phi(x)
 
     def attend(
@@ -280,7 +280,7 @@ class LinearAttention(RandomFeatures, Mechanism):
         if phi.in_log_space:
             log_phi, log_psi = phi.argument(q), phi.argument(k)
             return masked_softmax(log_sum_of_products(log_phi, log_psi), seen)
-        return normalised(phi(q) @ phi(k).mT * seen)
+        return normalised(by_largest(phi(q)) @ phi(k).mT * seen)
 
     def check_heads(self, q: Tensor, k: Tensor) -> None:
         if self.weight is not None:
@@ -350,8 +350,7 @@ class LinearAttention(RandomFeatures, Mechanism):
             query = (query - query.amax(-1, keepdim=True).detach()).exp()
         total = compensated.add(total, key.mT @ values, decay)  # a masked token's values, and its 1, are zero
         rows = query.reshape(*heads, -1, features)  # the heads that share a key head
-        size = rows.amax(-1, keepdim=True).detach()
-        numerator = (rows / torch.where(size > 0, size, 1)) @ total.high
+        numerator = by_largest(rows) @ total.high
         weight = numerator[..., -1:]
-        out = numerator[..., :-1] / torch.where(weight != 0, weight, 1)
+        out = numerator[..., :-1] / torch.where(at_least_tiny(weight), weight, torch.inf)
         return out.reshape(*q.shape[:3], -1).to(q.dtype), LinearState(far_max, *total)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from subquad import checks
 from subquad.checks import linformer as own_checks
-from subquad.features.elementwise import elu1
+from subquad.features.elementwise import ELEMENTWISE, at_least_tiny, by_largest
 from subquad.kernels.precision import without_autocast
 from subquad.mechanism import Mechanism, RandomFeatures, State, masked_softmax, repeat_heads
 
@@ -51,6 +51,9 @@ def linformer_attention(
     scale = checks.scale(name, scale, q.shape[-1])
     k, v = (_real_only(x, key_mask) for x in (k, v))
     return _attend(q, _project(k, e), _project(v, f), scale)
+
+
+phi = ELEMENTWISE["elu1"].phi  # of kernel="linear"
 
 
 def _real_only(x: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -218,13 +221,13 @@ class LinformerAttention(RandomFeatures, Mechanism):
     def _linear(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         e, f = self._weights()
         dtype = torch.promote_types(q.dtype, torch.float32)
-        phi_q, phi_k = elu1(q.to(dtype)), _real_only(elu1(k.to(dtype)), key_mask)  # phi(0) is 1
+        phi_q, phi_k = by_largest(phi(q.to(dtype))), _real_only(phi(k.to(dtype)), key_mask)  # phi(0) is 1
         projected_k, projected_v = self._slots(phi_k, e, key_mask), self._slots(v.to(dtype), f, key_mask)
         total = (projected_k if self.convex else phi_k).sum(2, keepdim=True)
         summary = torch.cat([projected_k.mT @ projected_v, total.mT], -1)  # [B, K, D, Dv + 1]
         rows = phi_q.reshape(*k.shape[:2], -1, q.shape[3])  # the query heads that share a key head
         out, normaliser = (rows @ summary).split([v.shape[3], 1], -1)
-        out = out / torch.where(normaliser != 0, normaliser, 1)
+        out = out / torch.where(at_least_tiny(normaliser), normaliser, torch.inf)
         return out.reshape(*q.shape[:3], -1).to(q.dtype)
 
     def _weights(self) -> tuple[Tensor | None, Tensor | None]:
@@ -254,11 +257,11 @@ class LinformerAttention(RandomFeatures, Mechanism):
         e, f, slots = self._dense_projections(q, real)
         if self.kernel == "softmax":
             return masked_softmax(self.scale * q @ (e @ k).mT, slots) @ f
-        phi_q, phi_k = elu1(q), elu1(k)
+        phi_q, phi_k = by_largest(phi(q)), phi(k)
         similarity = phi_q @ (e @ phi_k).mT
         # Row sums of what has both signs may vanish: those of linear attention, before the projection, cannot.
         total = (similarity if self.convex else phi_q @ phi_k.mT * real).sum(-1, keepdim=True)
-        return similarity @ f / torch.where(total != 0, total, 1)
+        return similarity @ f / torch.where(at_least_tiny(total), total, torch.inf)
 
     def _dense_projections(self, q: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """E and F `[B or 1, H or 1, rank, S]`, zero at masked keys; slots that hold a key `[B or 1, 1, 1, rank]`."""

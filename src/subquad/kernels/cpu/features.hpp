@@ -79,14 +79,16 @@ inline void normalise_groups_backward(const View& v, const float* weight, const 
       }
 }
 
+constexpr float TINY = 0x1p-100f;  // features and sums below it count as zero: as in features/elementwise.py
+
 template <int KIND>
 inline __attribute__((always_inline)) Vec elementwise(Vec x) {
-  if constexpr (KIND == ELU1) return x < Vec{} ? vexp(x) : x + 1.0f;
-  if constexpr (KIND == RELU) return x < Vec{} ? Vec{} : x;
-  if constexpr (KIND == RELU2) return x < Vec{} ? Vec{} : x * x;
+  if constexpr (KIND == ELU1) x = x < Vec{} ? vexp(x) : x + 1.0f;
+  if constexpr (KIND == RELU2) x = x < Vec{} ? Vec{} : x * x;
   if constexpr (KIND == SOFTPLUS)
     for (int i = 0; i < LANES; ++i) x[i] = x[i] > 20 ? x[i] : std::log1p(std::exp(x[i]));
-  return x;
+  if constexpr (KIND == IDENTITY) return vabs(x) < splat(TINY) ? Vec{} : x;
+  return x < splat(TINY) ? Vec{} : x;  // NaN stays NaN
 }
 
 // 1 - exp(-x) for x >= 0.

@@ -229,13 +229,10 @@ class ForwardTask {
 
   void write_linear(int group, int i) {
     float* out = to_.out_row(v, group, r_.token + i);
-    const float sum = r_.sum[i], divisor = sum != 0 ? sum : 1, inverse = 1 / divisor;
+    const float sum = r_.sum[i], divisor = std::fabs(sum) < TINY ? INFINITE : sum, inverse = 1 / divisor;
     const float* row = r_.out + i * v.height;
-    if (std::isinf(inverse))  // of a number that is not
-      for (int j = 0; j < v.V; ++j) out[j] = row[j] / divisor;
-    else
-      for (int j = 0; j < v.V; ++j) out[j] = row[j] * inverse;
-    *to_.norm_row(group, r_.token + i) = sum != 0 ? sum : INFINITE;
+    for (int j = 0; j < v.V; ++j) out[j] = row[j] * inverse;
+    *to_.norm_row(group, r_.token + i) = divisor;
   }
 
   View v;

@@ -235,7 +235,7 @@ class TokenStep {
       read_logarithmic();
     else
       read_elementwise();
-    const float total = sums_[v.V], divisor = total != 0 ? total : 1;
+    const float total = sums_[v.V], divisor = std::fabs(total) < TINY ? INFINITE : total;
     for (int j = 0; j < v.V; ++j) out[j] = sums_[j] / divisor;
   }
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from subquad.features import FeatureMap
 from subquad.kernels import problem
 from subquad.kernels.logs import LogFeatures, half_square
-from subquad.kernels.problem import DEAD, FLOOR, Problem
+from subquad.kernels.precision import bounded_
+from subquad.kernels.problem import DEAD, FLOOR, KeyTile, Problem
 from subquad.kernels.tiles import to_blocks, window, with_ones
 
 
@@ -79,8 +80,16 @@ class FavorProblem(Problem):
         self.num_features = inputs.map.num_features
         self.block, self.tile = tile_shape(self.batch * self.heads, self.num_features, options)
         self.sinks = inputs.sink_k.shape[2]
-        self.sink_y = inputs.sink_k.to(self.dtype) * self.root
+        self.sink_y = bounded_(inputs.sink_k.to(self.dtype) * self.root)
         self.sink_values = with_ones(inputs.sink_v.to(self.dtype))
+
+    def queries(self, start: int, block: int, blocks: int) -> Tensor:
+        return bounded_(super().queries(start, block, blocks))
+
+    def keys(self, first: int, block: int, blocks: int) -> KeyTile:
+        tile = super().keys(first, block, blocks)
+        bounded_(tile.y)
+        return tile
 
     def empty_state(self) -> tuple[Tensor, Tensor]:
         shape = (self.batch, self.key_heads, self.num_features)

@@ -1,0 +1,87 @@
+"""Features of linear attention near and below the smallest numbers: averages, zeros, finite gradients, on every engine."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from subquad import LinearAttention
+from subquad.features.elementwise import smallest
+from subquad.kernels.cpu import library
+from subquad.testing.inputs import assert_close
+
+BACKENDS = ["torch", pytest.param("cpu", marks=[] if library.AVAILABLE else pytest.mark.skip(library.PROBLEM))]
+# the argument at which features are as large as said
+TINY = {
+    "elu1": [-50.0, -68.0, -70.0, -80.0, -88.0, -95.0, -100.0, -200.0],
+    "softplus": [-50.0, -68.0, -70.0, -80.0, -88.0, -95.0, -100.0, -200.0],
+    "relu": [1e-20, 1e-30, 1e-31, 1e-37, 1e-39, 1e-44],
+    "relu2": [1e-9, 1e-15, 1e-16, 1e-19, 2e-20, 1e-22],
+}
+CASES = [(name, x) for name, values in TINY.items() for x in values]
+
+
+def tokens(size: float, places: str) -> list[Tensor]:
+    """Ordinary tokens, except that numbers of q, k or both are about `size`."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 70, 8, generator=generator)
+    near = size * (1 + 0.01 * torch.rand(2, 1, 2, 70, 8, generator=generator))
+    return [near[0] if "q" in places else q, near[1] if "k" in places else k, v]
+
+
+@pytest.mark.parametrize("places", ["q", "k", "qk"])
+@pytest.mark.parametrize(("feature_map", "size"), CASES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outputs_and_gradients(backend: str, feature_map: str, size: float, places: str) -> None:
+    """An average where features count, exact zeros where they do not; gradients are numbers in any case."""
+    attention = LinearAttention(8, feature_map=feature_map, backend=backend)
+    leaves = [t.requires_grad_() for t in tokens(size, places)]
+    counts = float(attention._phi(torch.tensor([1.01 * size])).item()) >= smallest(torch.float32)
+    for causal in (False, True):
+        out = attention(*leaves, causal=causal)
+        want = attention.reference(*leaves, causal=causal)
+        assert_close(out, want, 1e-5, f"causal={causal}")
+        if not counts:
+            assert not bool(out.any()), f"causal={causal}"
+        for name, grad in zip("qkv", torch.autograd.grad(out, leaves, 1e3 * torch.ones_like(out)), strict=True):
+            assert bool(grad.isfinite().all()), f"gradient of {name}, causal={causal}"
+
+
+@pytest.mark.parametrize(("feature_map", "size"), CASES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_decoding(backend: str, feature_map: str, size: float) -> None:
+    attention = LinearAttention(8, feature_map=feature_map, backend=backend)
+    q, k, v = tokens(size, "qk")
+    with torch.no_grad():
+        want, state, out = attention(q, k, v, causal=True), None, []
+        for t in range(70):
+            row, state = attention.extend(q[:, :, t : t + 1], k[:, :, t : t + 1], v[:, :, t : t + 1], state)
+            out.append(row)
+    assert_close(torch.cat(out, 2), want, 1e-5, "token by token")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("feature_map", list(TINY))
+def test_tiny_tokens_among_others(backend: str, feature_map: str) -> None:
+    """Rows that see large and tiny keys, and large and tiny rows in one block, are those of float64."""
+    attention = LinearAttention(8, feature_map=feature_map, backend=backend)
+    q, k, v = tokens(1.0, "")
+    small = TINY[feature_map][-2]
+    q[:, :, ::3], k[:, :, ::2] = small, small
+    double = [t.double().requires_grad_() for t in (q, k, v)]
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    for causal in (False, True):
+        out, want = attention(*leaves, causal=causal), attention.reference(*double, causal=causal)
+        rows = [t for t in range(1, 70) if t % 3]  # of tiny queries float32 has no digits
+        assert_close(out[:, :, rows], want[:, :, rows], 1e-5, f"causal={causal}")
+        for name, grad in zip("qkv", torch.autograd.grad(out.square().sum(), leaves), strict=True):
+            assert bool(grad.isfinite().all()), f"gradient of {name}, causal={causal}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_function_may_return_tiny_features(backend: str) -> None:
+    attention = LinearAttention(8, feature_map=lambda x: x.abs() * 1e-40, backend=backend)
+    leaves = [t.requires_grad_() for t in tokens(1.0, "")]
+    out = attention(*leaves, causal=True)
+    assert not bool(out.any())
+    for grad in torch.autograd.grad(out.sum(), leaves, allow_unused=True, materialize_grads=True):
+        assert bool(grad.isfinite().all())
