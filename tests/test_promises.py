@@ -1,12 +1,23 @@
 """What the README promises, at the sizes it promises it for."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from subquad import FavorAttention, LinearAttention, Mechanism, SoftmaxAttention, state_bytes
+from subquad import (
+    ClusterAttention,
+    FavorAttention,
+    LinearAttention,
+    LshAttention,
+    Mechanism,
+    SoftmaxAttention,
+    StridedAttention,
+    WindowAttention,
+    state_bytes,
+)
 from subquad.testing import assert_close
 
 DEFAULT: dict[str, Any] = {"near": 64, "sinks": 4}
@@ -82,3 +93,34 @@ def test_near_as_long_as_the_sequence_is_softmax() -> None:
             favor = FavorAttention(16, 8, near=near, sinks=sinks)
             for causal in (False, True):
                 assert_close(favor(*inputs, causal=causal), exact(*inputs, causal=causal), 1e-12, f"near={near}")
+
+
+FAST = {
+    "favor": FavorAttention(8, 32, near=8, sinks=2),
+    "favor, paper": FavorAttention(8, 32, **PAPER),
+    "favor, sinks alone": FavorAttention(8, 32, near=0, sinks=3),
+    "gaussian": FavorAttention(8, 32, near=8, sinks=2, kernel="gaussian"),
+    "learned": FavorAttention(8, 32, near=8, sinks=2, estimator="softmax"),
+    **{f"linear, {phi}": LinearAttention(8, feature_map=phi) for phi in ("elu1", "relu", "softplus", "relu2", "exp")},
+    "window": WindowAttention(8, window=8),
+    "strided": StridedAttention(8, stride=8),
+    "lsh": LshAttention(8, bucket_size=8),
+    "cluster": ClusterAttention(8, num_clusters=4),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", FAST)
+def test_no_number_is_large_enough_to_leak(name: str, dtype: torch.dtype) -> None:
+    """Products of the largest numbers are infinite, and differences of those NaN: not in rows that may not see them."""
+    attention = FAST[name]
+    inputs = [t.to(dtype) for t in draw(1, 2, 40, 8)]
+    before = attention(*inputs, causal=True)
+    most = torch.finfo(dtype).max
+    for token, size in itertools.product((7, 20, 39), (most**0.51, most**0.8, most)):
+        for which in (0, 1, 2, slice(3)):
+            changed = [t.clone() for t in inputs]
+            for t in changed[which] if isinstance(which, slice) else [changed[which]]:
+                t[:, :, token] = size * t[:, :, token].sign()
+            after = attention(*changed, causal=True)[:, :, :token]
+            assert_close(after, before[:, :, :token], 1e-6, f"{size:g} in token {token} of {which}")

@@ -1,4 +1,4 @@
-"""Features of linear attention near and below the smallest numbers: averages, zeros, finite gradients, on every engine."""
+"""Features of linear attention near the smallest numbers: averages, zeros and finite gradients, on every engine."""
 
 import pytest
 import torch

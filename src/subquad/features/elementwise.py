@@ -1,6 +1,6 @@
 """Named feature maps that act on each number alone, with the derivative the engines need.
 
-Features, and sums of weights, below `smallest` count as zero: 1 / x and what is multiplied by it must be finite numbers,
+Features, and sums of weights, below `smallest` count as zero: 1 / x and what it is multiplied by must be finite,
 also in gradients, which float32 cannot hold for numbers near its own smallest.
 """
 
