@@ -16,6 +16,7 @@ from torch import Tensor
 from subquad.bench.packages import package
 from subquad.bench.real_heads import Sizes, heavy_chains, load_model, read_csv
 from subquad.diagnostics import SpectrumResult, spectrum
+from subquad.files import write_text
 
 RESULTS = Path(__file__).parent / "results"
 SHARES = (0.5, 0.9)
@@ -94,7 +95,7 @@ def main() -> None:
         summaries = {"model": summary(result), "rows shuffled": summary(control)}
         report[name] = {"title": case.title, "length": length, "sequences": len(case.ids), **summaries}
         show(case.title, summaries)
-    (options.output / "spectrum.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_text(options.output / "spectrum.json", json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,18 @@ HEAVY = (
 
 # Each may import from itself and from what stands before it.
 LAYERS = (
-    *("errors", "checks", "features", "kernel_approximation", "kernels", "mechanism", "mechanisms", "functional"),
+    *(
+        "errors",
+        "files",
+        "tables",
+        "checks",
+        "features",
+        "kernel_approximation",
+        "kernels",
+        "mechanism",
+        "mechanisms",
+        "functional",
+    ),
     *("nn", "calibration", "models", "conversion", "data", "diagnostics", "bench", "training", "cli", "__main__"),
     "testing",
 )

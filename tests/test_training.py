@@ -17,6 +17,7 @@ from processes import OPTIONS, quiet_train, weights
 from subquad import MECHANISMS, errors
 from subquad.data import Corpus, load_proteins
 from subquad.data.samples import Samples
+from subquad.files import remove
 from subquad.models import SubquadConfig, SubquadForCausalLM
 from subquad.testing import assert_close
 from subquad.training import TrainOptions, make_samples, model_folder, run
@@ -108,7 +109,7 @@ def test_a_finished_run_can_be_resumed(tmp_path: Path) -> None:
 def test_a_run_without_its_model_gets_it_from_the_last_checkpoint(tmp_path: Path) -> None:
     quiet_train(tmp_path, SHORT)
     before = weights(tmp_path)
-    files_module.remove(tmp_path / "model")
+    remove(tmp_path / "model")
     assert model_folder(tmp_path).name == "checkpoint-6"
     quiet_train(tmp_path, SHORT, resume=True)
     assert weights(tmp_path) == before
@@ -402,7 +403,7 @@ def test_damaged_checkpoints_are_seen(tmp_path: Path) -> None:
         )
     path.unlink()
     assert "optimizer.pt is missing" in message_of(lambda: quiet_train(tmp_path, SHORT, resume=True), tmp_path)
-    files_module.remove(path.parent)
+    remove(path.parent)
     assert quiet_train(tmp_path, SHORT, resume=True).step == 6
 
 

@@ -148,9 +148,7 @@ def new_folder(path: Path) -> None:
         raise DataError(f"--out {path}: exists already; give another name")
 
 
-def json_file(path: Path | None) -> None:
-    if path is None:
-        return
+def json_file(path: Path) -> None:
     if path.suffix != ".json":
         raise ConfigError(f"--json: must end in .json, got {path.name!r}")
     if not path.parent.is_dir():

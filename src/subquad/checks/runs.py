@@ -1,6 +1,7 @@
 """Checks of runs: their folders, options, checkpoints and models."""
 
 import json
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,9 +35,7 @@ def writable_folder(folder: Path) -> None:
     """Exists afterwards, and a file can be made in it."""
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writing-probe"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 @contextmanager

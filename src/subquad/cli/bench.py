@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from subquad import files
 from subquad.checks import bench as bench_checks
 from subquad.checks import cli as checks
 
@@ -84,6 +85,7 @@ def fidelity(
     plans = {name: _plan(name, estimators, couplings, features, draws, fields, steps, seed) for name in chosen}
     with bench_checks.folder(output):
         output.mkdir(parents=True, exist_ok=True)
+    files.sweep(output)
     _run(plans, layers, quick, output)
     return 0
 
@@ -141,7 +143,7 @@ def _save(output: Path, records: "list[Record]", titles: dict[str, str], options
         "records": [asdict(record) for record in records],
     }
     with checks.output_file(output / "fidelity.json"):
-        (output / "fidelity.json").write_text(json.dumps(report, indent=1) + "\n")
+        files.write_text(output / "fidelity.json", json.dumps(report, indent=1) + "\n")
 
 
 def _draw_maps(given: "Input", plan: "Plan", output: Path) -> None:

@@ -34,9 +34,11 @@ def calibrate(
     """Fits the features of a FAVOR model to data, and saves the model that comes out."""
     import subquad
     from subquad.cli.common import batched, cut_sequences, load_model
+    from subquad.files import sweep
     from subquad.training import save_model
 
     checks.new_folder(out)
+    sweep(out.parent)
     checks.positive_count("--length", length)
     checks.positive_count("--num", num)
     count = checks.feature_count(features)

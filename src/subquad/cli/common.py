@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from subquad.checks import cli as checks
 from subquad.data.vocabulary import SPECIALS
+from subquad.files import sweep
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,6 +80,18 @@ def default_tokenizer(config: Any) -> Any:
         return protein_tokenizer()
     checks.byte_model(config.vocab_size, BYTES.size)
     return byte_tokenizer()
+
+
+def prepare_output(path: Path, suffixes: tuple[str, ...]) -> None:
+    """Complains before the work, not after; what an earlier process left half-written is swept."""
+    checks.output_suffix(path, suffixes)
+    checks.output_folder(path)
+    sweep(path.parent)
+
+
+def prepare_json(path: Path) -> None:
+    checks.json_file(path)
+    sweep(path.parent)
 
 
 class Named(NamedTuple):

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from subquad import files
+from subquad.checks import cli as checks
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -152,7 +155,8 @@ def _plot(out: Path, results: dict[str, Any], costs: "dict[str, list[DecodeCost]
     decoding.set_xticks([place + 0.175 for place in range(len(CONTEXTS))], [f"{c:,}" for c in CONTEXTS])
     decoding.set(xlabel="tokens before", ylabel="ms per token", title="decoding")
     decoding.legend()
-    figure.savefig(out / "demo.png", dpi=130)
+    with checks.output_file(out / "demo.png"):
+        files.save_figure(figure, out / "demo.png")
 
 
 def _generate(out: Path) -> int:

@@ -33,12 +33,12 @@ def diagnose(
     from rich.console import Console
 
     import subquad
-    from subquad.cli.common import batched, load_with_sequences
+    from subquad.cli.common import batched, load_with_sequences, prepare_json, prepare_output
 
     if output is not None:
-        checks.output_suffix(output, (".png", ".svg"))
-        checks.output_folder(output)
-    checks.json_file(json)
+        prepare_output(output, (".png", ".svg"))
+    if json is not None:
+        prepare_json(json)
     checks.positive_count("--length", length)
     checks.positive_count("--num", num)
     loaded, found = load_with_sequences(model, sequences, length)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from subquad import files
 from subquad.checks import cli as checks
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ def generate(
     live = num == 1 and output is None
     samples, speed = _sample(loaded, prompt, _length(loaded, length), num, seed, endless, sampling, live=live)
     if output is not None:
-        with checks.output_file(output):
-            _write(loaded, samples, output, model)
+        with checks.output_file(output), files.written(output) as staging:
+            _write(loaded, samples, staging, model)
     elif not live:
         print(_as_text(loaded, samples, model), end="")
     print(f"{speed:,.0f} tokens/s, seed {seed}" + (f", written to {output}" if output else ""), file=sys.stderr)
@@ -61,13 +62,14 @@ def generate(
 
 
 def _check_output(loaded: "Loaded", output: Path | None, prompt: str) -> Path | None:
+    from subquad.cli.common import prepare_output
+
     if loaded.domain == "image":
         checks.no_prompt(prompt)
         output = output or Path("images.png")
     if output is not None:
         suffixes = {"protein": (".fasta", ".fa"), "text": (".txt",), "image": (".png", ".npz")}
-        checks.output_suffix(output, suffixes[loaded.domain])
-        checks.output_folder(output)
+        prepare_output(output, suffixes[loaded.domain])
     return output
 
 
@@ -198,7 +200,7 @@ def _write(loaded: "Loaded", samples: list["Tensor"], output: Path, model: Path)
     if loaded.domain == "image":
         _write_images(loaded, samples, output)
         return
-    output.write_text(_as_text(loaded, samples, model))
+    output.write_bytes(_as_text(loaded, samples, model).encode())
 
 
 def _as_text(loaded: "Loaded", samples: list["Tensor"], model: Path) -> str:

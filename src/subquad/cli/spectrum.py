@@ -24,10 +24,9 @@ def spectrum(
     import torch
 
     from subquad import diagnostics as measure
-    from subquad.cli.common import load_with_sequences, progress_bar
+    from subquad.cli.common import load_with_sequences, prepare_output, progress_bar
 
-    checks.output_suffix(output, (".png", ".svg"))
-    checks.output_folder(output)
+    prepare_output(output, (".png", ".svg"))
     checks.positive_count("--length", length)
     checks.positive_count("--num", num)
     loaded, found = load_with_sequences(model, sequences, length)

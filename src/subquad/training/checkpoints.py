@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 from subquad.checks import runs
-from subquad.training.files import remove, sweep, verify
+from subquad.files import remove, sweep
+from subquad.training.files import verify
 
 NAME = re.compile(r"checkpoint-(\d+)")
 

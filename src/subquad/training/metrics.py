@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad import files
 from subquad.checks import runs
 from subquad.training.files import write_atomically
 
@@ -78,7 +79,7 @@ def plot_losses(curves: dict[str, list[dict[str, Any]]], path: Path, *, unigram:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     draw_losses(figure.add_subplot(), curves, unigram=unigram, unit=unit)
     with runs.writable(path):
-        figure.savefig(path, dpi=130)
+        files.save_figure(figure, path)
 
 
 def draw_losses(axes: Any, curves: dict[str, list[dict[str, Any]]], *, unigram: float | None, unit: str) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from subquad import checks
@@ -29,13 +28,15 @@ from subquad.data import (
 )
 from subquad.data.vocabulary import BYTES
 from subquad.errors import SubquadError
+from subquad.files import sweep
 from subquad.models import SubquadForCausalLM, SubquadForMaskedLM
 from subquad.training import checkpoints
 from subquad.training.callbacks import feature_seed
-from subquad.training.files import locked, sweep
+from subquad.training.files import locked
 from subquad.training.metrics import MetricsFile
 from subquad.training.muon import MuonAdamW, split_parameters
 from subquad.training.options import RunRecord, TrainOptions
+from subquad.training.ranks import from_first
 
 
 @dataclass(frozen=True)
@@ -190,17 +191,8 @@ def opened(folder: Path, record: RunRecord, resume: bool, arguments: TrainingArg
                 _prepare(folder, record, resume)
             except SubquadError as refused:
                 error = refused
-        runs.agreed(_from_first(error))
+        runs.agreed(from_first(error))
         yield checkpoints.newest(folder / "checkpoints")
-
-
-def _from_first(value: Any) -> Any:
-    """What the first process says, on all of them."""
-    if not dist.is_initialized():
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 def _prepare(folder: Path, record: RunRecord, resume: bool) -> None:

@@ -1,6 +1,7 @@
 """The Hugging Face Trainer, with atomic checkpoints, a fixed data order and exact evaluation."""
 
 from collections.abc import Sized
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from subquad.data import Samples
 from subquad.training import checkpoints
 from subquad.training.files import publish, staging_for
 from subquad.training.metrics import summary, token_statistics
+from subquad.training.ranks import from_first
 
 
 class SubquadTrainer(Trainer):
@@ -78,7 +80,9 @@ class SubquadTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """The Trainer writes into a folder aside, on all ranks; then it gets its name in one step."""
         folder, name = self.folder, f"checkpoint-{self.state.global_step}"
-        with staging_for(folder / name) as self._staging:
+        with ExitStack() as stack:
+            mine = stack.enter_context(staging_for(folder / name)) if self.args.should_save else None
+            self._staging = from_first(mine)
             super()._save_checkpoint(model, trial)
             self.wait()
             if self.args.should_save:
