@@ -45,5 +45,9 @@ class UncalibratedWarning(UserWarning):
     """Features that were meant to be fitted to data are used as they come."""
 
 
+class DamageWarning(UserWarning):
+    """A damaged record or checkpoint that something else could take the place of."""
+
+
 class FeatureWarning(UserWarning):
     """Features that do no better in a model than no features at all."""

@@ -6,11 +6,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from subquad import files
 from subquad.checks import runs
+from subquad.errors import CheckpointError
 
-MANIFEST = "files.json"
+MANIFEST, CHECKSUM = "files.json", "checksum"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -47,13 +49,54 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def verify(folder: Path) -> None:
-    """Raises if a file of the folder is missing or not what was written."""
-    with runs.readable_record(folder / MANIFEST):
-        expected = json.loads((folder / MANIFEST).read_text())
-    found = _digests(folder)
+    """Raises if a file of the folder is missing, unknown, or not what was written."""
+    if (what := damage(folder)) is not None:
+        raise runs.damaged(folder, what)
+
+
+def damage(folder: Path) -> str | None:
+    """The first thing that is wrong with the files of a folder, in words."""
+    if not (folder / MANIFEST).exists():
+        return runs.changed_file(MANIFEST, missing=True)
+    try:
+        expected, found = read_object(folder / MANIFEST), _digests(folder)
+    except CheckpointError:
+        return runs.bad_manifest(MANIFEST)
+    except OSError as error:
+        return runs.unreadable_file(error)
+    if not expected or not all(isinstance(digest, str) for digest in expected.values()):
+        return runs.bad_manifest(MANIFEST)
     for name, digest in expected.items():
         if found.get(name) != digest:
-            raise runs.damaged(folder, name, missing=name not in found)
+            return runs.changed_file(name, missing=name not in found)
+    unknown = [name for name in found if name not in expected and not _is_note(name)]
+    return runs.unknown_file(unknown[0], MANIFEST) if unknown else None
+
+
+def _is_note(name: str) -> bool:
+    """What people and systems put into folders, and nobody loads."""
+    return Path(name).name.startswith(".") or name.endswith(".md")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    with runs.readable_record(path):
+        return runs.json_object(path, json.loads(path.read_text(encoding="utf-8")))
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """JSON with a checksum of itself, so that damage is seen wherever it falls."""
+    write_atomically(path, json.dumps({**record, CHECKSUM: _checksum(record)}, indent=2) + "\n")
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    record = read_object(path)
+    found = record.pop(CHECKSUM, None)
+    runs.checksum(path, found, _checksum(record))
+    return record
+
+
+def _checksum(record: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(record).encode(), digest_size=16).hexdigest()
 
 
 def _digests(folder: Path) -> dict[str, str]:

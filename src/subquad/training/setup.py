@@ -32,7 +32,7 @@ from subquad.files import sweep
 from subquad.models import SubquadForCausalLM, SubquadForMaskedLM
 from subquad.training import checkpoints
 from subquad.training.callbacks import feature_seed
-from subquad.training.files import locked
+from subquad.training.files import MANIFEST, locked, verify
 from subquad.training.metrics import MetricsFile
 from subquad.training.muon import MuonAdamW, split_parameters
 from subquad.training.options import RunRecord, TrainOptions
@@ -148,6 +148,8 @@ def build_model(corpus: Corpus, options: TrainOptions) -> SubquadForCausalLM | S
 
 def _load_weights(model: SubquadForCausalLM | SubquadForMaskedLM, folder: Path) -> None:
     """Begins with the weights of another model, features included."""
+    if (folder / MANIFEST).exists():
+        verify(folder)
     with runs.same_shape(folder):
         other = type(model).from_pretrained(folder)
         model.load_state_dict(other.state_dict())
@@ -180,8 +182,8 @@ def versions() -> dict[str, str]:
 
 
 @contextmanager
-def opened(folder: Path, record: RunRecord, resume: bool, arguments: TrainingArguments) -> Iterator[Path | None]:
-    """The folder as this run's alone; yields the checkpoint to continue from, if there is one."""
+def opened(folder: Path, record: RunRecord, resume: bool, arguments: TrainingArguments) -> Iterator[None]:
+    """The folder as this run's alone."""
     with ExitStack() as stack:
         error: SubquadError | None = None
         if arguments.process_index == 0:
@@ -192,7 +194,22 @@ def opened(folder: Path, record: RunRecord, resume: bool, arguments: TrainingArg
             except SubquadError as refused:
                 error = refused
         runs.agreed(from_first(error))
-        yield checkpoints.newest(folder / "checkpoints")
+        yield
+
+
+def last_checkpoint(folder: Path, arguments: TrainingArguments) -> Path | None:
+    """The checkpoint to continue from, as the first process sees it; what was recorded after it is forgotten."""
+    error: SubquadError | None = None
+    checkpoint: Path | None = None
+    if arguments.process_index == 0:
+        try:
+            checkpoint = checkpoints.newest(folder / "checkpoints")
+            MetricsFile(folder).rewind(0 if checkpoint is None else checkpoints.step_of(checkpoint))
+        except SubquadError as refused:
+            error = refused
+    error, checkpoint = from_first((error, checkpoint))
+    runs.agreed(error)
+    return checkpoint
 
 
 def _prepare(folder: Path, record: RunRecord, resume: bool) -> None:
@@ -205,5 +222,3 @@ def _prepare(folder: Path, record: RunRecord, resume: bool) -> None:
     else:
         runs.free_folder(folder, resume)
         record.save(path)
-    checkpoint = checkpoints.newest(folder / "checkpoints")
-    MetricsFile(folder).rewind(0 if checkpoint is None else checkpoints.step_of(checkpoint))

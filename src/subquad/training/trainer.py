@@ -93,6 +93,18 @@ class SubquadTrainer(Trainer):
             checkpoints.rotate(folder, self.keep)
         self.wait()
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with runs.loadable_checkpoint(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with runs.loadable_checkpoint(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with runs.loadable_checkpoint(checkpoint):
+            super()._load_rng_state(checkpoint)
+
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Tied weights are saved once; anything else that is missing or left over makes another model."""
         self.trained.tie_weights()
