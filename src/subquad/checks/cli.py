@@ -1,12 +1,14 @@
 """Checks of the command line."""
 
 import json
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from subquad.checks import seed as checked_seed
+from subquad.checks.data import asks_for_code
 from subquad.errors import CheckpointError, ConfigError, DataError, SubquadError
 
 
@@ -16,7 +18,17 @@ def loadable(folder: Path) -> Iterator[None]:
         yield
     except SubquadError:
         raise
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{folder}: holds a pickle that would run code, which is never loaded; save its weights as safetensors"
+        ) from error
     except Exception as error:  # a damaged folder has many ways to fail
+        if asks_for_code(error):
+            raise CheckpointError(
+                f"{folder}: asks to run Python code that comes with it, which subquad never does; if you trust it, "
+                "load the model in Python with trust_remote_code=True and use subquad.diagnose, subquad.calibrate or "
+                "subquad.diagnostics.spectrum there"
+            ) from error
         raise CheckpointError(f"{folder}: no model can be loaded from it ({_first_line(error)})") from error
 
 

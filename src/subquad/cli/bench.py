@@ -11,6 +11,7 @@ import typer
 from subquad import files
 from subquad.checks import bench as bench_checks
 from subquad.checks import cli as checks
+from subquad.errors import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -176,8 +177,9 @@ def _show(records: "list[Record]", titles: dict[str, str], output: Path) -> None
     console.print(
         "Mean relative error of the outputs ± standard error over draws in thousandths; in the last column, that over "
         "heads. average: of all visible values; near and sinks: exact attention to them alone. "
-        f"Numbers and pictures: {output}",
+        f"Numbers and pictures: {printable(str(output))}",
         highlight=False,
+        markup=False,
     )
 
 

@@ -11,6 +11,7 @@ import typer
 
 from subquad import files
 from subquad.checks import cli as checks
+from subquad.errors import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,7 +49,7 @@ def demo(
     console.print(_table(results, costs))
     console.print(_verdict(results, costs), soft_wrap=True)
     _plot(out, results, costs)
-    console.print(f"plot: {out / 'demo.png'}", soft_wrap=True)
+    console.print(f"plot: {printable(str(out / 'demo.png'))}", soft_wrap=True, markup=False)
     console.rule("a protein that the favor model made up")
     return _generate(out)
 
@@ -166,5 +167,5 @@ def _generate(out: Path) -> int:
     options: dict[str, Any] = {"prompt": "M", "length": 240, "num": 1, "temperature": 0.9, "top_k": 0, "top_p": 0.95}
     options |= {"greedy": False, "endless": False, "seed": 0}
     code = generate(out / "favor", output=out / "protein.fasta", **options)
-    print((out / "protein.fasta").read_text(), end="")
+    print((out / "protein.fasta").read_text(encoding="utf-8"), end="")
     return code

@@ -1,12 +1,12 @@
 """`subquad diagnose`."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from subquad.checks import cli as checks
+from subquad.errors import printable
 
 WIDE = 140  # columns of a table that goes to a file or a pipe
 
@@ -33,7 +33,7 @@ def diagnose(
     from rich.console import Console
 
     import subquad
-    from subquad.cli.common import batched, load_with_sequences, prepare_json, prepare_output
+    from subquad.cli.common import batched, load_with_sequences, prepare_json, prepare_output, say
 
     if output is not None:
         prepare_output(output, (".png", ".svg"))
@@ -49,8 +49,8 @@ def diagnose(
     if json is not None:
         result.save(json)
     if output is not None:
-        result.plot(output, title=model.name)
+        result.plot(output, title=printable(model.name))
     for path in (output, json):
         if path is not None:
-            print(f"written to {path}", file=sys.stderr)
+            say(f"written to {path}")
     return 0

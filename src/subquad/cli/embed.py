@@ -1,6 +1,5 @@
 """`subquad embed`."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +28,7 @@ def embed(
     npz: names, embeddings (N x E); per token: names, lengths, embeddings (sum of lengths x E), one after another.
     parquet: columns name, embedding; per token: name, position (from 1), embedding.
     """
-    from subquad.cli.common import load_model, prepare_output, progress_bar, read_sequences
+    from subquad.cli.common import load_model, prepare_output, progress_bar, read_sequences, say
     from subquad.models import embeddings
 
     prepare_output(output, (".npz", ".parquet"))
@@ -42,7 +41,7 @@ def embed(
     with checks.output_file(output), files.written(output) as staging:
         write = _write_npz if output.suffix == ".npz" else _write_parquet
         write(staging, named, vectors, per_token)
-    print(f"{len(named)} sequences embedded in {loaded.model.config.hidden_size} dimensions: {output}", file=sys.stderr)
+    say(f"{len(named)} sequences embedded in {loaded.model.config.hidden_size} dimensions: {output}")
     return 0
 
 

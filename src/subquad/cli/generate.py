@@ -1,6 +1,5 @@
 """`subquad generate`."""
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +8,7 @@ import typer
 
 from subquad import files
 from subquad.checks import cli as checks
+from subquad.errors import printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ def generate(
 
     Without --output, one sample is shown as it grows, several are printed at the end.
     """
-    from subquad.cli.common import load_model
+    from subquad.cli.common import load_model, say
 
     checks.sampling(temperature, top_k, top_p)
     checks.positive_count("--num", num)
@@ -57,7 +57,7 @@ def generate(
             _write(loaded, samples, staging, model)
     elif not live:
         print(_as_text(loaded, samples, model), end="")
-    print(f"{speed:,.0f} tokens/s, seed {seed}" + (f", written to {output}" if output else ""), file=sys.stderr)
+    say(f"{speed:,.0f} tokens/s, seed {seed}" + (f", written to {output}" if output else ""))
     return 0
 
 
@@ -211,7 +211,7 @@ def _as_text(loaded: "Loaded", samples: list["Tensor"], model: Path) -> str:
     records = []
     for number, text in enumerate(texts, 1):
         lines = "\n".join(text[i : i + LINE] for i in range(0, len(text), LINE))
-        records.append(f">generated_{number} length={len(text)} model={model}\n{lines}\n")
+        records.append(f">generated_{number} length={len(text)} model={printable(str(model))}\n{lines}\n")
     return "".join(records)
 
 

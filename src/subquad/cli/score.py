@@ -1,7 +1,6 @@
 """`subquad score`."""
 
 import math
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +8,7 @@ import typer
 
 from subquad import files
 from subquad.checks import cli as checks
+from subquad.errors import printable
 from subquad.tables import csv_table
 
 
@@ -57,10 +57,11 @@ def score(
 
 
 def _write(output: Path | None, header: tuple[str, ...], rows: list[tuple[str, int, str, str]]) -> None:
-    table = csv_table(header, rows)
+    from subquad.cli.common import say
+
     if output is None:
-        print(table, end="")
+        print(csv_table(header, [(printable(name), *numbers) for name, *numbers in rows]), end="")
         return
     with checks.output_file(output):
-        files.write_text(output, table)
-    print(f"{len(rows)} scores written to {output}", file=sys.stderr)
+        files.write_text(output, csv_table(header, rows))
+    say(f"{len(rows)} scores written to {output}")

@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from subquad.bench import peak_memory
 from subquad.checks import runs
 from subquad.data import Collator, Corpus
-from subquad.errors import CheckpointError, DamageWarning
+from subquad.errors import CheckpointError, DamageWarning, printable
 from subquad.training.callbacks import (
     Recorder,
     Redraw,
@@ -215,6 +215,6 @@ def _announce(console: Console, model: Any, data: RunData, checkpoint: Path | No
         f"{len(corpus):,} sequences with {corpus.num_tokens:,} tokens to train on, {len(held_out):,} held out "
         f"({len(data.held_out)} samples evaluated)",
         f"{parameters:,} parameters, {model.config.name}, {data.tokens_per_step:,} tokens per step",
-        *([f"continuing from {checkpoint}"] if checkpoint is not None else []),
+        *([f"continuing from {printable(str(checkpoint))}"] if checkpoint is not None else []),
     ]
-    console.print("\n".join(lines), soft_wrap=True)
+    console.print("\n".join(lines), soft_wrap=True, markup=False)

@@ -151,7 +151,7 @@ def _load_weights(model: SubquadForCausalLM | SubquadForMaskedLM, folder: Path) 
     if (folder / MANIFEST).exists():
         verify(folder)
     with runs.same_shape(folder):
-        other = type(model).from_pretrained(folder)
+        other = type(model).from_pretrained(folder, trust_remote_code=False)
         model.load_state_dict(other.state_dict())
 
 
