@@ -171,9 +171,8 @@ def survive(seeds: range, made: Path, folder: Path, capsys: pytest.CaptureFixtur
         suffer = damaged_run if of_run else damaged_model
         try:
             codes[of_run].append(suffer(seed, made, place, capsys))
-        except BaseException as error:
-            error.add_note(f"with seed {seed}") if hasattr(error, "add_note") else None
-            raise
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error!r}") from error
         shutil.rmtree(place)
     assert {*codes[False], *codes[True]} == {0, 2}
 

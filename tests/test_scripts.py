@@ -109,6 +109,13 @@ def test_kernel_approximation_in_miniature(tmp_path: Path) -> None:
     assert "| trigonometric, orthogonal | " in done.stdout
 
 
+def test_imports_in_miniature() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "imports.py"), "--repeats", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("import subquad: best ")
+
+
 EXAMPLES = {
     "swap_attention": (["--length", "200"], "2 layers -> softmax: output differs by 0.00 %"),
     "train_proteins": (["--steps", "2", "--window", "256"], "sample: MKT"),

@@ -143,9 +143,15 @@ def test_a_crash_in_the_middle_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_crash_at_every_file_operation(tmp_path: Path) -> None:
-    out = script(HERE / "crash_points.py", 1, 90, tmp_path)
-    assert 60 < int(out.split()[0]) < 89, out  # the last ones come after the end of the run
+@pytest.mark.parametrize(("first", "last"), [(1, 30), (30, 60), (60, 90)])
+def test_a_crash_at_every_file_operation(first: int, last: int, tmp_path: Path) -> None:
+    assert script(HERE / "crash_points.py", first, last, tmp_path).startswith(f"{last - first} crashes")
+
+
+@pytest.mark.full
+def test_a_crash_at_the_last_file_operations(tmp_path: Path) -> None:
+    out = script(HERE / "crash_points.py", 90, 110, tmp_path)
+    assert 0 < int(out.split()[0]) < 19, out  # the last ones come after the end of the run
 
 
 # What a run leaves ----------------------------------------------------------------------------------------------------

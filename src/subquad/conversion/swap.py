@@ -26,6 +26,9 @@ def swap_attention(model: Model, attention: str = "favor", **options: Any) -> Mo
     it is in the state dict, and `subquad.calibrate` fits it. Swapping again replaces it. Whole sequences only: a cache
     of keys and values raises, so generate with `use_cache=False`.
 
+    A model loaded from GGUF can be saved afterwards, with its weights as floats, if transformers has unpacked them;
+    if they stay packed (which takes its GGUF kernels), load it with `GgufConfig(dequantize=True)` first.
+
     Args:
         model: any model of transformers whose attention goes through its attention interface (BERT, GPT-2, Llama, ...).
         attention: name of the mechanism; `options` are its own.

@@ -85,8 +85,8 @@ class SubquadTrainer(Trainer):
             self._staging = from_first(mine)
             super()._save_checkpoint(model, trial)
             self.wait()
-            if self.args.should_save:
-                publish(self._staging / name, folder / name)
+            if mine is not None:
+                publish(mine / name, folder / name)
             self.wait()  # nobody clears away before that
         self._staging = None
         if self.args.should_save:
