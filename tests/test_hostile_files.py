@@ -119,7 +119,8 @@ def test_pickled_weights_that_run_code_are_refused(
         (model / name).unlink()
     torch.save({"model.embed_tokens.weight": Evil(tmp_path / "ran")}, model / "pytorch_model.bin")
     assert complaint(["score", model, made / "some.fasta"], capsys) == (
-        f"{model}: holds a pickle that would run code, which is never loaded; save its weights as safetensors"
+        f"{model}: holds a pickle that would run code, which is never loaded; use weights as safetensors, or a "
+        "checkpoint that subquad has written"
     )
     np.savez(tmp_path / "images.npz", images=np.array([Evil(tmp_path / "ran")], dtype=object))
     assert "images.npz: cannot be read (" in complaint(["train", "image", tmp_path / "images.npz"], capsys)

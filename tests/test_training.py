@@ -508,9 +508,14 @@ def test_pickles_that_run_code_are_refused(tmp_path: Path, monkeypatch: pytest.M
     torch.save(Path("/"), checkpoint / "optimizer.pt")
     (checkpoint / "files.json").write_text(json.dumps(files_module._digests(checkpoint)))
     assert message_of(lambda: quiet_train(tmp_path, SHORT, resume=True), tmp_path) == (
-        "checkpoints/checkpoint-6: holds a pickle that would run code, which is never loaded; it was not written by "
-        "subquad"
+        "checkpoints/checkpoint-6: holds a pickle that would run code, which is never loaded; use weights as "
+        "safetensors, or a checkpoint that subquad has written"
     )
+    torch.save({"param_groups": 3}, checkpoint / "optimizer.pt")
+    (checkpoint / "files.json").write_text(json.dumps(files_module._digests(checkpoint)))
+    message = message_of(lambda: quiet_train(tmp_path, SHORT, resume=True), tmp_path)
+    assert message.startswith("checkpoints/checkpoint-6: cannot be loaded (")
+    assert message.endswith("); it is of another version or model")
 
 
 # What is only a record ------------------------------------------------------------------------------------------------

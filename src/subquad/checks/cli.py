@@ -1,7 +1,6 @@
 """Checks of the command line."""
 
 import json
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,19 +8,17 @@ from typing import Any, Literal
 
 from subquad.checks import seed as checked_seed
 from subquad.checks.data import asks_for_code
+from subquad.checks.runs import no_pickled_code
 from subquad.errors import CheckpointError, ConfigError, DataError, SubquadError
 
 
 @contextmanager
 def loadable(folder: Path) -> Iterator[None]:
     try:
-        yield
+        with no_pickled_code(folder):
+            yield
     except SubquadError:
         raise
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{folder}: holds a pickle that would run code, which is never loaded; save its weights as safetensors"
-        ) from error
     except Exception as error:  # a damaged folder has many ways to fail
         if asks_for_code(error):
             raise CheckpointError(

@@ -117,16 +117,24 @@ def same_shape(folder: Path) -> Iterator[None]:
 def loadable_checkpoint(path: Any) -> Iterator[None]:
     """What was written can still be of another version, or made to run code."""
     try:
-        yield
+        with no_pickled_code(path):
+            yield
     except SubquadError:
         raise
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path}: holds a pickle that would run code, which is never loaded; it was not written by subquad"
-        ) from error
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise CheckpointError(f"{path}: cannot be loaded ({reason}); it is of another version or model") from error
+
+
+@contextmanager
+def no_pickled_code(path: Any) -> Iterator[None]:
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: holds a pickle that would run code, which is never loaded; use weights as safetensors, or a "
+            "checkpoint that subquad has written"
+        ) from error
 
 
 def same_weights(missing: Sequence[str], unexpected: Sequence[str]) -> None:
