@@ -7,7 +7,6 @@ turns in one process, a 2048 x 2048 x 2048 matrix product among them, so that on
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from subquad.bench.records import machine
+from subquad.files import write_text
 
 DIRECTIONS = {"bidirectional": False, "causal": True}
 LENGTHS = [512, 2048, 8192, 16384, 32768, 131072]
@@ -208,10 +208,8 @@ def plain(options: argparse.Namespace) -> dict:
 
 
 def save(report: dict, path: Path) -> None:
-    """Under another name first: an interrupted run leaves the last whole file."""
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text(json.dumps(report, indent=1) + "\n")
-    os.replace(temporary, path)
+    """An interrupted run leaves the last whole file."""
+    write_text(path, json.dumps(report, indent=1) + "\n")
 
 
 def show(console: Console, group: Group, records: list[dict], skipped: list[dict]) -> None:

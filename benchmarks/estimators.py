@@ -17,6 +17,7 @@ import torch
 import subquad
 from subquad.bench import time_side_by_side
 from subquad.bench.records import machine
+from subquad.files import write_text
 from subquad.mechanisms.favor import ESTIMATORS
 
 RESULTS = Path(__file__).parent / "results"
@@ -92,7 +93,7 @@ def main() -> None:
     warnings.simplefilter("ignore", subquad.errors.UncalibratedWarning)
     report = {"machine": machine(), "shape": SHAPE, "speed": speeds(options.repeats)}
     report["calibration"] = {name: calibration(name) for name in options.calibrate}
-    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_text(options.output, json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

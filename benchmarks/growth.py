@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from tables import milliseconds
 
+from subquad.files import save_figure
+
 MEASURES = {
     "best": ("time, ms", lambda x: milliseconds(1e3 * x)),
     "peak_bytes": ("memory, MB", lambda x: f"{x / 1e6:,.0f}"),
@@ -83,7 +85,7 @@ def draw(curves: dict[tuple[str, str], dict[str, dict[int, float]]], path: Path)
         axis.grid(alpha=0.3)
     lines = [line for line in axes[0][0].get_lines() if line.get_label() in names]
     figure.legend(handles=lines, loc="outside right center", fontsize=8)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)
 
 
 if __name__ == "__main__":

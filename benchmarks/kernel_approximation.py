@@ -26,6 +26,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.svm import SVC, LinearSVC
 
+from subquad.files import save_figure, write_text
 from subquad.kernel_approximation import FavorSampler
 
 RESULTS = Path(__file__).parent / "results"
@@ -76,7 +77,7 @@ def main() -> None:
     about = {"rows": ROWS, "draws": options.draws, "model_components": options.model_components}
     about |= {"scikit-learn": sklearn.__version__, "torch": torch.__version__}
     report = {**about, "kernel_error": kernels, "softmax_kernel_error": softmax, "score": models}
-    (options.output / "kernel_approximation.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_text(options.output / "kernel_approximation.json", json.dumps(report, indent=1) + "\n")
     plot(kernels, options.output / "kernel_approximation.png", options.draws)
     show(report)
 
@@ -181,7 +182,7 @@ def plot(kernels: dict[str, Any], path: Path, draws: int) -> None:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize="small")
     figure.suptitle(f"Error of the Gaussian kernel: mean and standard error of {draws} draws")
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch import Tensor
 from subquad import LinearAttention, LinformerAttention, Mechanism
 from subquad.bench import time_side_by_side
 from subquad.features.elementwise import elu1
+from subquad.files import write_text
 
 HEADS, HEAD_DIM = 8, 64
 RESULTS = Path(__file__).parent / "results"
@@ -40,7 +41,7 @@ def main() -> None:
     times = cost(options.length, options.rank, options.repeats, exact=not options.skip_exact)
     sums = {name: row_sums(options.rank, **chosen) for name, chosen in SIGNED.items()}
     report = {"length": options.length, "rank": options.rank, "milliseconds": times, "row sums": sums}
-    (options.output / "linformer_kernels.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_text(options.output / "linformer_kernels.json", json.dumps(report, indent=1) + "\n")
     for name, milliseconds in times.items():
         print(f"{name:38s}", ", ".join(f"{mode} {value:.1f} ms" for mode, value in milliseconds.items()))
     for name, found in sums.items():

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from subquad import LinformerAttention, SoftmaxAttention
+from subquad.files import save_figure, write_text
 
 LENGTH, HEAD_DIM = 1024, 64
 RANKS = (16, 32, 64, 128, 256, 512, 1024)
@@ -41,7 +42,7 @@ def main() -> None:
         parser.error(f"--output: there is no folder {options.output}")
     cases = {name: errors(*case, options.ranks, options.draws) for name, case in CASES.items()}
     about = {"length": LENGTH, "head_dim": HEAD_DIM, "draws": options.draws}
-    (options.output / "linformer_rank.json").write_text(json.dumps({**about, "cases": cases}, indent=1) + "\n")
+    write_text(options.output / "linformer_rank.json", json.dumps({**about, "cases": cases}, indent=1) + "\n")
     draw(cases, options.output / "linformer_rank.png")
     for name, rows in cases.items():
         print(name)
@@ -98,7 +99,7 @@ def draw(cases: dict[str, list[dict[str, Any]]], path: Path) -> None:
         f"Gaussian projection, {LENGTH} tokens, heads of {HEAD_DIM}: mean and standard deviation over draws"
     )
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from subquad.files import write_text
 from subquad.training.metrics import MetricsFile, plot_losses
 
 ATTENTIONS = {
@@ -46,7 +47,7 @@ def main() -> None:
     curves = {name: record["curve"] for name, record in records.items()}
     plot_losses(curves, options.output / "proteins.png", unigram=unigram, unit="residue")
     about = {"fasta": options.fasta.name, "steps": options.steps, "window": options.window, **machine()}
-    (options.output / "proteins.json").write_text(json.dumps({**about, "runs": records}, indent=1) + "\n")
+    write_text(options.output / "proteins.json", json.dumps({**about, "runs": records}, indent=1) + "\n")
     show(records, unigram)
 
 

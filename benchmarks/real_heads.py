@@ -24,6 +24,7 @@ from subquad.bench.inputs import load_input
 from subquad.bench.real_heads import SOURCES, Sizes, antiberty_vocabulary, load_model
 from subquad.bench.records import machine
 from subquad.conversion import swap_attention
+from subquad.files import write_text
 
 RESULTS = Path(__file__).parent / "results"
 DRAWN = ("positive", "calibrated", "balanced")
@@ -138,7 +139,7 @@ def main() -> None:
         parser.error(f"--output: there is no folder {options.output}")
     for what in options.what:
         report = masked(2 * options.steps) if what == "masked" else heads(what, options.draws, options.steps)
-        (options.output / f"fidelity_{what}.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_text(options.output / f"fidelity_{what}.json", json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

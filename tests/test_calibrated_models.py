@@ -239,7 +239,7 @@ def test_a_failed_write_leaves_nothing_behind(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("subquad.training.files._sync", fail)
+    monkeypatch.setattr("subquad.files._sync", fail)
     out = tmp_path / "model"
     command = ["calibrate", str(runs["favor"]), str(runs["some.fasta"]), "--num", "2", "--out", str(out)]
     assert main(command) == 2

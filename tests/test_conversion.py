@@ -1,7 +1,10 @@
 """Hugging Face models with our attention in them."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -208,3 +211,78 @@ def test_nothing_changes_where_it_fails() -> None:
         swap_attention(model, "favor", num_features=0)
     assert model.config._attn_implementation == bert().config._attn_implementation
     assert not any("subquad" in name for name, _ in model.named_modules())
+
+
+class Bare(nn.Module):
+    """Attention whose projections are elsewhere."""
+
+    is_causal, head_dim = False, 4
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+
+def test_attention_without_weights_of_its_own() -> None:
+    model = bert()
+    for layer in model.bert.encoder.layer:
+        layer.attention.self = Bare(model.config)
+    swap_attention(model.to("meta"), "favor", num_features=8)
+    children = [layer.attention.self.subquad_attention for layer in model.bert.encoder.layer]
+    assert [child.features.weight.device.type for child in children] == ["meta", "meta"]
+
+
+def tiny_gguf(path: Path) -> None:
+    """A llama of two layers, its matrices quantised."""
+    import gguf
+
+    generator = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(23)
+    shapes = {"token_embd": (23, 32), "output_norm": (32,), "output": (23, 32)}
+    for layer in range(2):
+        square = {"attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32)}
+        wide = {"ffn_gate": (32, 32), "ffn_up": (32, 32), "ffn_down": (32, 32), "attn_norm": (32,), "ffn_norm": (32,)}
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in {**square, **wide}.items()}
+    kind = gguf.GGMLQuantizationType.Q8_0
+    for name, shape in shapes.items():
+        weight = generator.standard_normal(shape).astype(np.float32)
+        if name.startswith("blk") and len(shape) == 2:
+            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weight, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{name}.weight", weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@torch.no_grad()
+def test_models_from_gguf_can_be_saved(tmp_path: Path) -> None:
+    """transformers has unpacked the weights, and refuses to save them all the same."""
+    tiny_gguf(tmp_path / "model.gguf")
+    model: Any = LlamaForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(tmp_path / "before")
+    swap_attention(model, "favor", num_features=8, near=4)
+    model.save_pretrained(tmp_path / "after")
+    again: Any = LlamaForCausalLM.from_pretrained(tmp_path / "after")
+    swap_attention(again, "favor", num_features=8, near=4)
+    ids = random_ids(1, 12)
+    assert torch.equal(again(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+def test_weights_that_stay_packed_keep_their_mark() -> None:
+    model = llama()
+    config = SimpleNamespace(quant_method="gguf")
+    model.hf_quantizer = SimpleNamespace(quantization_config=config, packed_modules={"a": 1})
+    swap_attention(model, "favor", num_features=8)
+    assert model.hf_quantizer.quantization_config is config

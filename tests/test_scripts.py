@@ -20,6 +20,7 @@ BENCHMARKED = ("sdpa", "identity", "linear", "favor", "favor-paper")  # the last
 def test_benchmark_in_miniature(tmp_path: Path) -> None:
     output = tmp_path / "records.json"
     small = ["--lengths", "48", "64", "--contexts", "70", "--heads", "2", "--head-dim", "8", "--repeats", "1"]
+    small += ["--limit", "1e9"]  # seconds: however busy the machine is, nothing is left out
     command = [sys.executable, str(ROOT / "benchmarks" / "attention.py"), *small, "--skip-memory"]
     done = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -106,6 +107,13 @@ def test_kernel_approximation_in_miniature(tmp_path: Path) -> None:
     assert report["score"]["digits"]["exact kernel"]["mean"] > 0.95
     assert (tmp_path / "kernel_approximation.png").stat().st_size > 10_000
     assert "| trigonometric, orthogonal | " in done.stdout
+
+
+def test_imports_in_miniature() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "imports.py"), "--repeats", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("import subquad: best ")
 
 
 EXAMPLES = {

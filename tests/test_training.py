@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -17,14 +18,17 @@ from processes import OPTIONS, quiet_train, weights
 from subquad import MECHANISMS, errors
 from subquad.data import Corpus, load_proteins
 from subquad.data.samples import Samples
+from subquad.files import remove
 from subquad.models import SubquadConfig, SubquadForCausalLM
 from subquad.testing import assert_close
 from subquad.training import TrainOptions, make_samples, model_folder, run
 from subquad.training import files as files_module
 from subquad.training.callbacks import WatchFeatures
 from subquad.training.checkpoints import checkpoints, newest
-from subquad.training.metrics import MetricsFile, token_statistics
+from subquad.training.files import damage, verify
+from subquad.training.metrics import MetricsFile, plot_losses, token_statistics
 from subquad.training.muon import MuonAdamW, orthogonalised, split_parameters
+from subquad.training.options import RunRecord
 from subquad.training.setup import build_model
 
 HERE = Path(__file__).parent
@@ -45,7 +49,7 @@ KINDS = {
 }
 
 
-def script(*arguments: object, timeout: int = 540) -> str:
+def script(*arguments: object, timeout: int = 3600) -> str:
     command = [sys.executable, *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
@@ -108,7 +112,7 @@ def test_a_finished_run_can_be_resumed(tmp_path: Path) -> None:
 def test_a_run_without_its_model_gets_it_from_the_last_checkpoint(tmp_path: Path) -> None:
     quiet_train(tmp_path, SHORT)
     before = weights(tmp_path)
-    files_module.remove(tmp_path / "model")
+    remove(tmp_path / "model")
     assert model_folder(tmp_path).name == "checkpoint-6"
     quiet_train(tmp_path, SHORT, resume=True)
     assert weights(tmp_path) == before
@@ -139,9 +143,15 @@ def test_a_crash_in_the_middle_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_crash_at_every_file_operation(tmp_path: Path) -> None:
-    out = script(HERE / "crash_points.py", 1, 90, tmp_path, timeout=1200)
-    assert 60 < int(out.split()[0]) < 89, out  # the last ones come after the end of the run
+@pytest.mark.parametrize(("first", "last"), [(1, 30), (30, 60), (60, 90)])
+def test_a_crash_at_every_file_operation(first: int, last: int, tmp_path: Path) -> None:
+    assert script(HERE / "crash_points.py", first, last, tmp_path).startswith(f"{last - first} crashes")
+
+
+@pytest.mark.full
+def test_a_crash_at_the_last_file_operations(tmp_path: Path) -> None:
+    out = script(HERE / "crash_points.py", 90, 110, tmp_path)
+    assert 0 < int(out.split()[0]) < 19, out  # the last ones come after the end of the run
 
 
 # What a run leaves ----------------------------------------------------------------------------------------------------
@@ -355,6 +365,12 @@ def message_of(call, folder: Path) -> str:
     return str(caught.value).replace(f"{folder}/", "").replace(str(folder), "FOLDER")
 
 
+def told_by(call, folder: Path) -> list[str]:
+    with pytest.warns(errors.DamageWarning) as seen:
+        call()
+    return [str(warning.message).replace(f"{folder}/", "").replace(str(folder), "FOLDER") for warning in seen]
+
+
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("precious")
     assert message_of(lambda: quiet_train(tmp_path, SHORT), tmp_path) == (
@@ -383,8 +399,8 @@ def test_other_options_are_refused(tmp_path: Path) -> None:
 
 def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     quiet_train(tmp_path, replace(SHORT, steps=1))
-    record = json.loads((tmp_path / "run.json").read_text())
-    (tmp_path / "run.json").write_text(json.dumps({**record, "processes": 2}))
+    record = RunRecord.load(tmp_path / "run.json")
+    replace(record, processes=2).save(tmp_path / "run.json")
     assert message_of(lambda: quiet_train(tmp_path, replace(SHORT, steps=1), resume=True), tmp_path) == (
         "FOLDER: was begun with other settings (processes: 2 -> 1); resume with those of the run, or begin another"
     )
@@ -394,23 +410,209 @@ def test_damaged_checkpoints_are_seen(tmp_path: Path) -> None:
     quiet_train(tmp_path, SHORT)
     path = tmp_path / "checkpoints" / "checkpoint-6" / "optimizer.pt"
     whole = path.read_bytes()
+    weights_before = weights(tmp_path)
+    remove(tmp_path / "model")  # as if the run had been stopped there
     for damaged in (whole[:-1], whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:], b""):
         path.write_bytes(damaged)
-        assert message_of(lambda: quiet_train(tmp_path, SHORT, resume=True), tmp_path) == (
-            "checkpoints/checkpoint-6: optimizer.pt is not what was written; "
-            "remove this checkpoint to continue from the one before"
-        )
+        assert damage(path.parent) == "optimizer.pt is not what was written"
     path.unlink()
-    assert "optimizer.pt is missing" in message_of(lambda: quiet_train(tmp_path, SHORT, resume=True), tmp_path)
-    files_module.remove(path.parent)
-    assert quiet_train(tmp_path, SHORT, resume=True).step == 6
+    assert damage(path.parent) == "optimizer.pt is missing"
+    told = told_by(lambda: quiet_train(tmp_path, SHORT, resume=True), tmp_path)
+    assert told == ["checkpoints: checkpoint-6 is damaged (optimizer.pt is missing); taking checkpoint-4"]
+    assert weights(tmp_path) == weights_before
+    assert newest(tmp_path / "checkpoints") == path.parent  # it was made again
+    assert [record["step"] for record in MetricsFile(tmp_path).records()] == [1, 2, 3, 4, 5, 6, 6]
+
+
+def test_without_a_whole_checkpoint_a_run_is_refused(tmp_path: Path) -> None:
+    quiet_train(tmp_path, SHORT)
+    remove(tmp_path / "model")
+    (tmp_path / "checkpoints" / "checkpoint-6" / "files.json").unlink()
+    (tmp_path / "checkpoints" / "checkpoint-4" / "extra.pt").write_text("")
+    message = (
+        "checkpoints: no checkpoint is whole, checkpoint-6 is damaged (files.json is missing), checkpoint-4 is damaged "
+        "(extra.pt is not among the files of files.json); remove the folder of the run to begin again"
+    )
+    assert message_of(lambda: quiet_train(tmp_path, SHORT, resume=True), tmp_path) == message
+    assert message_of(lambda: model_folder(tmp_path), tmp_path) == message
+    assert len(MetricsFile(tmp_path).records()) == 7  # nothing is forgotten
+
+
+def test_commands_take_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    quiet_train(tmp_path, SHORT)
+    remove(tmp_path / "model")
+    (tmp_path / "checkpoints" / "checkpoint-6" / "config.json").write_text("{}")
+    with pytest.warns(errors.DamageWarning, match="checkpoint-6 is damaged .config.json is not what was written.; ta"):
+        assert model_folder(tmp_path).name == "checkpoint-4"
+
+
+@pytest.mark.parametrize("what", ["model", "summary"])
+def test_what_a_finished_run_has_lost_is_made_again(what: str, tmp_path: Path) -> None:
+    first, before = quiet_train(tmp_path, SHORT), weights(tmp_path)
+    path = tmp_path / "model" / "model.safetensors" if what == "model" else tmp_path / "summary.json"
+    path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
+    (told,) = told_by(lambda: quiet_train(tmp_path, SHORT, resume=True), tmp_path)
+    assert told.startswith(
+        "model: model.safetensors is not what was written; " if what == "model" else "summary.json: is not what was "
+    )
+    assert told.endswith("; it is made again from the last checkpoint")
+    assert weights(tmp_path) == before
+    assert quiet_train(tmp_path, SHORT, resume=True).metrics == first.metrics
+
+
+def test_a_finished_run_needs_no_checkpoint(tmp_path: Path) -> None:
+    first = quiet_train(tmp_path, SHORT)
+    for checkpoint in checkpoints(tmp_path / "checkpoints"):
+        (checkpoint / "optimizer.pt").unlink()
+    lines = (tmp_path / "metrics.jsonl").read_bytes()
+    assert quiet_train(tmp_path, SHORT, resume=True) == first
+    assert (tmp_path / "metrics.jsonl").read_bytes() == lines
+
+
+MANIFESTS = {
+    "empty": b"",
+    "no files": b"{}",
+    "list": b'["config.json"]',
+    "text": b'"config.json"',
+    "numbers": b'{"config.json": 3}',
+    "not UTF-8": b'{"config.json": "\xff"}',
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", MANIFESTS.values(), ids=MANIFESTS)
+def test_a_malformed_manifest_does_not_verify(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "files.json").write_bytes(content)
+    assert message_of(lambda: verify(tmp_path), tmp_path) == (
+        "FOLDER: files.json is no list of files with their checksums; use a copy that is whole, or --resume the run "
+        "that made it"
+    )
+
+
+def test_notes_do_not_count_as_files(tmp_path: Path) -> None:
+    quiet_train(tmp_path, replace(SHORT, steps=1))
+    model = tmp_path / "model"
+    for name in ("README.md", ".DS_Store"):
+        (model / name).write_text("mine")
+    verify(model)
+    (model / "added_tokens.json").write_text("{}")
+    assert damage(model) == "added_tokens.json is not among the files of files.json"
+
+
+def test_pickles_that_run_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the checksums were made to fit."""
+    quiet_train(tmp_path, SHORT)
+    remove(tmp_path / "model")
+    checkpoint = tmp_path / "checkpoints" / "checkpoint-6"
+    torch.save(Path("/"), checkpoint / "optimizer.pt")
+    (checkpoint / "files.json").write_text(json.dumps(files_module._digests(checkpoint)))
+    assert message_of(lambda: quiet_train(tmp_path, SHORT, resume=True), tmp_path) == (
+        "checkpoints/checkpoint-6: holds a pickle that would run code, which is never loaded; use weights as "
+        "safetensors, or a checkpoint that subquad has written"
+    )
+    torch.save({"param_groups": 3}, checkpoint / "optimizer.pt")
+    (checkpoint / "files.json").write_text(json.dumps(files_module._digests(checkpoint)))
+    message = message_of(lambda: quiet_train(tmp_path, SHORT, resume=True), tmp_path)
+    assert message.startswith("checkpoints/checkpoint-6: cannot be loaded (")
+    assert message.endswith("); it is of another version or model")
+
+
+# What is only a record ------------------------------------------------------------------------------------------------
+
+DAMAGED_LINES = {
+    "bytes": b'{"step": 2, "loss": "\xff\xfe"}',
+    "no JSON": b'{"step": 2, "lo',
+    "no object": b"[2]",
+    "no step": b'{"loss": 2.0}',
+    "step is text": b'{"step": "2"}',
+    "step is true": b'{"step": true}',
+    "value is text": b'{"step": 2, "loss": "=2"}',
+    "unknown": b'{"step": 2, "lass": 2.0}',
+    "huge": b'{"step": 2, "loss": ' + b"9" * 400 + b"}",
+    "endless": b'{"step": 2, "loss": ' + b"9" * 5000 + b"}",
+    "deep": b"[" * 100_000,
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("line", DAMAGED_LINES.values(), ids=DAMAGED_LINES)
+def test_damaged_lines_are_left_out_and_told(line: bytes, tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path)
+    file.path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3, "loss": NaN, "eval_loss": Infinity}\n')
+    told = told_by(lambda: [file.records(), file.records()], tmp_path)
+    assert told == ["metrics.jsonl: 1 damaged lines are left out (2)"]
+    with pytest.warns(errors.DamageWarning):
+        records = MetricsFile(tmp_path).records()
+    assert [record["step"] for record in records] == [1, 3]
+    file.write_csv()
+    assert (tmp_path / "metrics.csv").read_text().count("\n") == 3
+    plot_losses({"run": records}, tmp_path / "loss.png", unigram=3.0, unit="residue")
+
+
+def test_many_damaged_lines_are_one_line(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path)
+    file.path.write_bytes(b"?\n" * 12)
+    (told,) = told_by(file.records, tmp_path)
+    assert told == "metrics.jsonl: 12 damaged lines are left out (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ...)"
+
+
+def test_a_damaged_record_stops_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that goes on nor one that is resumed."""
+    whole = quiet_train(tmp_path / "whole", SHORT)
+    append = MetricsFile.append
+
+    def append_and_damage(self: MetricsFile, record: dict) -> None:
+        append(self, record)
+        with self.path.open("ab") as file:
+            file.write(b"\xff\n" if record["step"] == 2 else b"")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsFile, "append", append_and_damage)
+        told = told_by(lambda: quiet_train(tmp_path / "run", SHORT), tmp_path)
+    assert told == ["run/metrics.jsonl: 1 damaged lines are left out (3)"]
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    remove(tmp_path / "run" / "model")
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"eval_loss", b"eval_lo\xff"))
+    (told,) = told_by(lambda: quiet_train(tmp_path / "run", SHORT, resume=True), tmp_path)
+    assert told == "run/metrics.jsonl: 2 damaged lines are left out (3, 8)"
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    result = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert result["metrics"] == whole.metrics
+
+
+def test_results_are_not_read_from_a_record(tmp_path: Path) -> None:
+    whole = quiet_train(tmp_path, SHORT)
+    remove(tmp_path / "model")
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(re.sub(rb'"eval_loss": [0-9.]+', b'"eval_loss": 1.5', path.read_bytes()))
+    assert quiet_train(tmp_path, SHORT, resume=True).metrics == whole.metrics
 
 
 def test_a_damaged_record_is_seen(tmp_path: Path) -> None:
     quiet_train(tmp_path, replace(SHORT, steps=1))
-    (tmp_path / "run.json").write_text("{")
-    assert message_of(lambda: quiet_train(tmp_path, SHORT, resume=True), tmp_path).startswith(
-        "run.json: cannot be read"
+    whole = (tmp_path / "run.json").read_bytes()
+    for content in (
+        b"{",
+        whole.replace(b"favor", b"fav\xffr"),
+        b"[" * 100_000,
+        whole.replace(b'"options"', b'"option"'),
+    ):
+        (tmp_path / "run.json").write_bytes(content)
+        message = message_of(lambda: quiet_train(tmp_path, SHORT, resume=True), tmp_path)
+        assert message.startswith(
+            ("run.json: cannot be read", "run.json: is not what was written, its checksum differs; ")
+        )
+        assert "\n" not in message
+    (tmp_path / "run.json").write_text("[]")
+    assert message_of(lambda: quiet_train(tmp_path, SHORT, resume=True), tmp_path) == (
+        "run.json: must hold a JSON object, got list; it is damaged"
+    )
+    (tmp_path / "run.json").write_bytes(whole.replace(b'"hidden": 16', b'"hidden": 18'))
+    assert message_of(lambda: quiet_train(tmp_path, SHORT, resume=True), tmp_path) == (
+        "run.json: is not what was written, its checksum differs; use a copy that is whole, or begin another run with "
+        "the weights of this one (--init)"
     )
 
 

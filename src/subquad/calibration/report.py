@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from subquad import files
 from subquad.checks import diagnostics as checks
 
 
@@ -44,7 +45,7 @@ class CalibrationReport:
     def save(self, path: str | Path) -> None:
         """As JSON."""
         with checks.writable(Path(path)):
-            Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+            files.write_text(path, json.dumps(asdict(self), indent=1) + "\n")
 
     def __str__(self) -> str:
         where = "held-out" if self.held_out else "the same"

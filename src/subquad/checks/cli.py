@@ -7,16 +7,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from subquad.checks import seed as checked_seed
+from subquad.checks.data import asks_for_code
+from subquad.checks.runs import no_pickled_code
 from subquad.errors import CheckpointError, ConfigError, DataError, SubquadError
 
 
 @contextmanager
 def loadable(folder: Path) -> Iterator[None]:
     try:
-        yield
+        with no_pickled_code(folder):
+            yield
     except SubquadError:
         raise
     except Exception as error:  # a damaged folder has many ways to fail
+        if asks_for_code(error):
+            raise CheckpointError(
+                f"{folder}: asks to run Python code that comes with it, which subquad never does; if you trust it, "
+                "load the model in Python with trust_remote_code=True and use subquad.diagnose, subquad.calibrate or "
+                "subquad.diagnostics.spectrum there"
+            ) from error
         raise CheckpointError(f"{folder}: no model can be loaded from it ({_first_line(error)})") from error
 
 
@@ -148,9 +157,7 @@ def new_folder(path: Path) -> None:
         raise DataError(f"--out {path}: exists already; give another name")
 
 
-def json_file(path: Path | None) -> None:
-    if path is None:
-        return
+def json_file(path: Path) -> None:
     if path.suffix != ".json":
         raise ConfigError(f"--json: must end in .json, got {path.name!r}")
     if not path.parent.is_dir():

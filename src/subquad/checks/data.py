@@ -1,8 +1,10 @@
 """Checks of files and of what is in them."""
 
 import gzip
+import math
 import os
 import struct
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -14,6 +16,8 @@ import numpy as np
 
 from subquad.checks import choice, count, guess
 from subquad.errors import ConfigError, DataError, SubquadError
+
+MOST_PIXELS = 1 << 26
 
 
 def readable_file(path: Path) -> None:
@@ -45,6 +49,36 @@ def readable(path: Path) -> Iterator[None]:
         if isinstance(error, SubquadError):
             raise
         raise DataError(f"{path}: cannot be read ({error})") from error
+
+
+@contextmanager
+def decodable(path: Path) -> Iterator[None]:
+    """Decoders of pictures and arrays have many ways to fail on a damaged file."""
+    try:
+        yield
+    except (SubquadError, MemoryError):
+        raise
+    except Exception as error:
+        raise DataError(f"{path}: cannot be read ({str(error).strip() or type(error).__name__})") from error
+
+
+def picture_size(path: Path, width: int, height: int) -> None:
+    """A few bytes can claim to be billions of pixels."""
+    if width * height > MOST_PIXELS:
+        raise DataError(f"{path}: claims to be {width:,} x {height:,} pixels; at most {MOST_PIXELS:,} are read")
+
+
+@contextmanager
+def room_for_tokens() -> Iterator[None]:
+    """Tokens are kept in a temporary file while they are in use."""
+    try:
+        yield
+    except OSError as error:
+        folder = os.environ.get("TMPDIR") or tempfile.gettempdir()
+        raise DataError(
+            f"{folder}: has no room for the data while they are in use ({error.strerror or error}); set TMPDIR to "
+            "another folder"
+        ) from error
 
 
 def some_files(found: Sequence[Path], asked: Sequence[Any], kind: str = "file") -> None:
@@ -89,7 +123,7 @@ def idx_header(path: Path, magic: bytes) -> None:
 
 
 def idx_size(path: Path, sizes: Sequence[int], found: int) -> None:
-    if int(np.prod(sizes)) != found:
+    if math.prod(sizes) != found:
         raise DataError(f"{path}: should hold {list(sizes)} bytes, got {found}; the file is damaged")
 
 
@@ -126,11 +160,21 @@ def one_hub_name(sources: Sequence[str]) -> None:
         raise ConfigError(f"train text: give one hub dataset alone, got {' '.join(sources)}")
 
 
+def asks_for_code(error: Exception) -> bool:
+    """Whether transformers has refused to run the Python code of a folder or of the hub."""
+    return "trust_remote_code" in str(error)
+
+
 @contextmanager
 def tokenizer(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # neither a folder, nor a name that a reachable hub knows
+        if asks_for_code(error):
+            raise DataError(
+                f"--tokenizer {name}: asks to run Python code that comes with it, which subquad never does; if you "
+                "trust it, load it in Python with trust_remote_code=True and give it to subquad.data.load_text"
+            ) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(f"--tokenizer {name}: cannot be loaded ({reason})") from error
 

@@ -1,14 +1,15 @@
 """Checks of runs: their folders, options, checkpoints and models."""
 
-import json
-from collections.abc import Iterator, Sequence
+import pickle
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-from subquad.errors import CheckpointError, ConfigError, TrainingError
+from subquad.errors import CheckpointError, ConfigError, SubquadError, TrainingError
 
 
 def positive(op: str, name: str, value: Any, *, zero: bool = False) -> None:
@@ -34,9 +35,7 @@ def writable_folder(folder: Path) -> None:
     """Exists afterwards, and a file can be made in it."""
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writing-probe"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 @contextmanager
@@ -65,10 +64,26 @@ def readable_record(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: is missing; the folder is no run or was changed by hand") from error
-    except (OSError, json.JSONDecodeError, TypeError, KeyError) as error:
+    except SubquadError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: cannot be read ({error}); it was changed by hand or by another version"
+            f"{path}: cannot be read ({error}); it is damaged, or was changed by hand or by another version"
         ) from error
+
+
+def json_object(path: Path, found: Any) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object, got {type(found).__name__}; it is damaged")
+    return found
+
+
+def checksum(path: Path, found: Any, wanted: str) -> None:
+    if found != wanted:
+        raise CheckpointError(
+            f"{path}: is not what was written, its checksum differs; use a copy that is whole, or begin another run "
+            "with the weights of this one (--init)"
+        )
 
 
 def free_folder(folder: Path, resume: bool) -> None:
@@ -98,6 +113,30 @@ def same_shape(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder}: does not fit the model to be trained ({reason})") from error
 
 
+@contextmanager
+def loadable_checkpoint(path: Any) -> Iterator[None]:
+    """What was written can still be of another version, or made to run code."""
+    try:
+        with no_pickled_code(path):
+            yield
+    except SubquadError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise CheckpointError(f"{path}: cannot be loaded ({reason}); it is of another version or model") from error
+
+
+@contextmanager
+def no_pickled_code(path: Any) -> Iterator[None]:
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: holds a pickle that would run code, which is never loaded; use weights as safetensors, or a "
+            "checkpoint that subquad has written"
+        ) from error
+
+
 def same_weights(missing: Sequence[str], unexpected: Sequence[str]) -> None:
     if missing or unexpected:
         raise CheckpointError(
@@ -120,9 +159,47 @@ def something_to_redraw(every: int, drawn: int) -> None:
 # Errors to raise ------------------------------------------------------------------------------------------------------
 
 
-def damaged(folder: Path, name: str, *, missing: bool) -> CheckpointError:
-    what = "is missing" if missing else "is not what was written"
-    return CheckpointError(f"{folder}: {name} {what}; remove this checkpoint to continue from the one before")
+def damaged(folder: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{folder}: {what}; use a copy that is whole, or --resume the run that made it")
+
+
+def changed_file(name: str, *, missing: bool) -> str:
+    return f"{name} {'is missing' if missing else 'is not what was written'}"
+
+
+def unknown_file(name: str, manifest: str) -> str:
+    return f"{name} is not among the files of {manifest}"
+
+
+def bad_manifest(manifest: str) -> str:
+    return f"{manifest} is no list of files with their checksums"
+
+
+def unreadable_file(error: OSError) -> str:
+    return f"{Path(error.filename).name if error.filename else 'a file'} cannot be read ({error.strerror or error})"
+
+
+def passed_over(folder: Path, damages: Mapping[str, str], taken: Path) -> str:
+    return f"{folder}: {_listed(damages)}; taking {taken.name}"
+
+
+def none_whole(folder: Path, damages: Mapping[str, str]) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: no checkpoint is whole, {_listed(damages)}; remove the folder of the run to begin again"
+    )
+
+
+def _listed(damages: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} is damaged ({what})" for name, what in damages.items())
+
+
+def made_again(error: CheckpointError) -> str:
+    return f"{error}; it is made again from the last checkpoint"
+
+
+def damaged_lines(path: Path, numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:10])) + (", ..." if len(numbers) > 10 else "")
+    return f"{path}: {len(numbers)} damaged lines are left out ({shown})"
 
 
 def in_use(folder: Path) -> CheckpointError:

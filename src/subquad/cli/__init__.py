@@ -18,7 +18,7 @@ from subquad.cli.generate import generate
 from subquad.cli.score import score
 from subquad.cli.spectrum import spectrum
 from subquad.cli.train import train_app
-from subquad.errors import SubquadError
+from subquad.errors import SubquadError, printable
 
 app = typer.Typer(
     name="subquad",
@@ -81,12 +81,12 @@ def _show_warning(
 ) -> None:
     """Ours are for users, in one line; those of others are for developers."""
     if category.__module__.startswith("subquad"):
-        print(f"subquad: warning: {message}", file=sys.stderr)
+        print(f"subquad: warning: {printable(str(message))}", file=sys.stderr)
     else:
         print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=sys.stderr)
 
 
 def _complain(message: str, code: int = 2) -> int:
     if os.environ.get("RANK", "0") == "0":  # under torchrun once is enough
-        print(f"subquad: error: {' '.join(message.split())}", file=sys.stderr)
+        print(f"subquad: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code

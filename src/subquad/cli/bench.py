@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from subquad import files
 from subquad.checks import bench as bench_checks
 from subquad.checks import cli as checks
+from subquad.errors import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -84,6 +86,7 @@ def fidelity(
     plans = {name: _plan(name, estimators, couplings, features, draws, fields, steps, seed) for name in chosen}
     with bench_checks.folder(output):
         output.mkdir(parents=True, exist_ok=True)
+    files.sweep(output)
     _run(plans, layers, quick, output)
     return 0
 
@@ -141,7 +144,7 @@ def _save(output: Path, records: "list[Record]", titles: dict[str, str], options
         "records": [asdict(record) for record in records],
     }
     with checks.output_file(output / "fidelity.json"):
-        (output / "fidelity.json").write_text(json.dumps(report, indent=1) + "\n")
+        files.write_text(output / "fidelity.json", json.dumps(report, indent=1) + "\n")
 
 
 def _draw_maps(given: "Input", plan: "Plan", output: Path) -> None:
@@ -174,8 +177,9 @@ def _show(records: "list[Record]", titles: dict[str, str], output: Path) -> None
     console.print(
         "Mean relative error of the outputs ± standard error over draws in thousandths; in the last column, that over "
         "heads. average: of all visible values; near and sinks: exact attention to them alone. "
-        f"Numbers and pictures: {output}",
+        f"Numbers and pictures: {printable(str(output))}",
         highlight=False,
+        markup=False,
     )
 
 

@@ -1,6 +1,5 @@
 """`subquad calibrate`."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -33,10 +32,12 @@ def calibrate(
 ) -> int:
     """Fits the features of a FAVOR model to data, and saves the model that comes out."""
     import subquad
-    from subquad.cli.common import batched, cut_sequences, load_model
+    from subquad.cli.common import batched, cut_sequences, load_model, say
+    from subquad.files import sweep
     from subquad.training import save_model
 
     checks.new_folder(out)
+    sweep(out.parent)
     checks.positive_count("--length", length)
     checks.positive_count("--num", num)
     count = checks.feature_count(features)
@@ -46,5 +47,5 @@ def calibrate(
     report = subquad.calibrate(loaded.model, batched(found), **options, seed=seed)
     save_model(loaded.model, loaded.tokenizer, out)
     print(report)
-    print(f"the calibrated model is in {out}", file=sys.stderr)
+    say(f"the calibrated model is in {out}")
     return 0

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from subquad.checks import cli as checks
 from subquad.data.vocabulary import SPECIALS
+from subquad.errors import printable
+from subquad.files import sweep
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,16 +49,16 @@ def load_model(path: Path, *, head: bool = True) -> Loaded:
     quiet()
     folder = model_folder(path)
     if folder.parent.name == "checkpoints":
-        print(f"the run is not complete: taking {folder}", file=sys.stderr)
+        say(f"the run is not complete: taking {folder}")
     if (folder / MANIFEST).exists():
         verify(folder)
     with checks.loadable(folder):
-        config = models.SubquadConfig.from_pretrained(folder)
+        config = models.SubquadConfig.from_pretrained(folder, trust_remote_code=False)
         checks.subquad_model(folder, config)
         kind = (
             (models.SubquadForCausalLM if config.causal else models.SubquadForMaskedLM) if head else models.SubquadModel
         )
-        model, report = cast(Any, kind).from_pretrained(folder, output_loading_info=True)
+        model, report = cast(Any, kind).from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
         checks.whole_model(folder, report, allowed="lm_head." if not head else None)
         tokenizer = None if config.domain == "image" else _tokenizer(folder, config)
     return Loaded(model.eval(), tokenizer, str(config.domain))
@@ -66,7 +68,7 @@ def _tokenizer(folder: Path, config: Any) -> Any:
     from transformers import AutoTokenizer
 
     if (folder / "tokenizer.json").exists():
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return default_tokenizer(config)
 
 
@@ -79,6 +81,23 @@ def default_tokenizer(config: Any) -> Any:
         return protein_tokenizer()
     checks.byte_model(config.vocab_size, BYTES.size)
     return byte_tokenizer()
+
+
+def say(text: str) -> None:
+    """A line for the user, apart from what the command prints; names in it cannot steer the terminal."""
+    print(printable(text), file=sys.stderr)
+
+
+def prepare_output(path: Path, suffixes: tuple[str, ...]) -> None:
+    """Complains before the work, not after; what an earlier process left half-written is swept."""
+    checks.output_suffix(path, suffixes)
+    checks.output_folder(path)
+    sweep(path.parent)
+
+
+def prepare_json(path: Path) -> None:
+    checks.json_file(path)
+    sweep(path.parent)
 
 
 class Named(NamedTuple):
@@ -99,14 +118,19 @@ def read_sequences(loaded: Loaded, paths: list[Path]) -> list[Named]:
     elif loaded.domain == "text":
         tokenizer = None if loaded.bytewise else loaded.tokenizer
         corpora = ((file, load_text([file], tokenizer)) for file in text_files(paths))
-        found = [(str(file), corpus[0]) for file, corpus in corpora]
+        found = [(_file_name(file), corpus[0]) for file, corpus in corpora]
     else:
         levels = loaded.model.config.vocab_size - len(SPECIALS)
         corpora = [(path, load_images(path, levels=levels)) for path in paths]
         for path, corpus in corpora:
             checks.image_shape(path, corpus.image_shape, loaded.model.config.image_shape)
-        found = [(f"{path}:{i}", image) for path, corpus in corpora for i, image in enumerate(corpus)]
+        found = [(f"{_file_name(path)}:{i}", image) for path, corpus in corpora for i, image in enumerate(corpus)]
     return [Named(name, torch.from_numpy(ids.astype(np.int64))) for name, ids in found]
+
+
+def _file_name(path: Path) -> str:
+    """As text that any file can hold: bytes of a name that are no UTF-8 become escapes."""
+    return str(path).encode(errors="backslashreplace").decode()
 
 
 def load_with_sequences(path: Path, sequences: list[Path], length: int) -> "tuple[Any, list[Tensor]]":
@@ -119,7 +143,7 @@ def load_with_sequences(path: Path, sequences: list[Path], length: int) -> "tupl
     quiet()
     folder = model_folder(path)
     with checks.loadable(folder):
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if config.model_type != "subquad":
         return _load_hugging_face(folder, config, sequences, length)
     loaded = load_model(path, head=False)
@@ -147,7 +171,8 @@ def _load_hugging_face(folder: Path, config: Any, paths: list[Path], length: int
     from subquad.data.text import text_files
 
     with checks.loadable(folder):
-        model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+        model = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     checks.length_fits(length, getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
     windows = {"truncation": True, "max_length": length, "return_overflowing_tokens": True}
     found = []

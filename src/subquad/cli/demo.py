@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from subquad import files
+from subquad.checks import cli as checks
+from subquad.errors import printable
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -45,7 +49,7 @@ def demo(
     console.print(_table(results, costs))
     console.print(_verdict(results, costs), soft_wrap=True)
     _plot(out, results, costs)
-    console.print(f"plot: {out / 'demo.png'}", soft_wrap=True)
+    console.print(f"plot: {printable(str(out / 'demo.png'))}", soft_wrap=True, markup=False)
     console.rule("a protein that the favor model made up")
     return _generate(out)
 
@@ -152,7 +156,8 @@ def _plot(out: Path, results: dict[str, Any], costs: "dict[str, list[DecodeCost]
     decoding.set_xticks([place + 0.175 for place in range(len(CONTEXTS))], [f"{c:,}" for c in CONTEXTS])
     decoding.set(xlabel="tokens before", ylabel="ms per token", title="decoding")
     decoding.legend()
-    figure.savefig(out / "demo.png", dpi=130)
+    with checks.output_file(out / "demo.png"):
+        files.save_figure(figure, out / "demo.png")
 
 
 def _generate(out: Path) -> int:
@@ -162,5 +167,5 @@ def _generate(out: Path) -> int:
     options: dict[str, Any] = {"prompt": "M", "length": 240, "num": 1, "temperature": 0.9, "top_k": 0, "top_p": 0.95}
     options |= {"greedy": False, "endless": False, "seed": 0}
     code = generate(out / "favor", output=out / "protein.fasta", **options)
-    print((out / "protein.fasta").read_text(), end="")
+    print((out / "protein.fasta").read_text(encoding="utf-8"), end="")
     return code

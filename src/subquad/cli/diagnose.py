@@ -1,12 +1,12 @@
 """`subquad diagnose`."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from subquad.checks import cli as checks
+from subquad.errors import printable
 
 WIDE = 140  # columns of a table that goes to a file or a pipe
 
@@ -33,12 +33,12 @@ def diagnose(
     from rich.console import Console
 
     import subquad
-    from subquad.cli.common import batched, load_with_sequences
+    from subquad.cli.common import batched, load_with_sequences, prepare_json, prepare_output, say
 
     if output is not None:
-        checks.output_suffix(output, (".png", ".svg"))
-        checks.output_folder(output)
-    checks.json_file(json)
+        prepare_output(output, (".png", ".svg"))
+    if json is not None:
+        prepare_json(json)
     checks.positive_count("--length", length)
     checks.positive_count("--num", num)
     loaded, found = load_with_sequences(model, sequences, length)
@@ -49,8 +49,8 @@ def diagnose(
     if json is not None:
         result.save(json)
     if output is not None:
-        result.plot(output, title=model.name)
+        result.plot(output, title=printable(model.name))
     for path in (output, json):
         if path is not None:
-            print(f"written to {path}", file=sys.stderr)
+            say(f"written to {path}")
     return 0

@@ -1,11 +1,11 @@
 """`subquad embed`."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from subquad import files
 from subquad.checks import cli as checks
 from subquad.checks import needs
 
@@ -28,21 +28,20 @@ def embed(
     npz: names, embeddings (N x E); per token: names, lengths, embeddings (sum of lengths x E), one after another.
     parquet: columns name, embedding; per token: name, position (from 1), embedding.
     """
-    from subquad.cli.common import load_model, progress_bar, read_sequences
+    from subquad.cli.common import load_model, prepare_output, progress_bar, read_sequences, say
     from subquad.models import embeddings
 
-    checks.output_suffix(output, (".npz", ".parquet"))
-    checks.output_folder(output)
+    prepare_output(output, (".npz", ".parquet"))
     loaded = load_model(model, head=False)
     named = read_sequences(loaded, sequences)
     checks.something_to_read(len(named), sequences)
     ids = [item.ids for item in named]
     with progress_bar("embedding", sum(map(len, ids))) as progress:
         vectors = embeddings(loaded.model, ids, start=loaded.start, mean=not per_token, progress=progress)
-    with checks.output_file(output):
+    with checks.output_file(output), files.written(output) as staging:
         write = _write_npz if output.suffix == ".npz" else _write_parquet
-        write(output, named, vectors, per_token)
-    print(f"{len(named)} sequences embedded in {loaded.model.config.hidden_size} dimensions: {output}", file=sys.stderr)
+        write(staging, named, vectors, per_token)
+    say(f"{len(named)} sequences embedded in {loaded.model.config.hidden_size} dimensions: {output}")
     return 0
 
 

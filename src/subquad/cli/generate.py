@@ -1,13 +1,14 @@
 """`subquad generate`."""
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from subquad import files
 from subquad.checks import cli as checks
+from subquad.errors import printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,7 @@ def generate(
 
     Without --output, one sample is shown as it grows, several are printed at the end.
     """
-    from subquad.cli.common import load_model
+    from subquad.cli.common import load_model, say
 
     checks.sampling(temperature, top_k, top_p)
     checks.positive_count("--num", num)
@@ -52,22 +53,23 @@ def generate(
     live = num == 1 and output is None
     samples, speed = _sample(loaded, prompt, _length(loaded, length), num, seed, endless, sampling, live=live)
     if output is not None:
-        with checks.output_file(output):
-            _write(loaded, samples, output, model)
+        with checks.output_file(output), files.written(output) as staging:
+            _write(loaded, samples, staging, model)
     elif not live:
         print(_as_text(loaded, samples, model), end="")
-    print(f"{speed:,.0f} tokens/s, seed {seed}" + (f", written to {output}" if output else ""), file=sys.stderr)
+    say(f"{speed:,.0f} tokens/s, seed {seed}" + (f", written to {output}" if output else ""))
     return 0
 
 
 def _check_output(loaded: "Loaded", output: Path | None, prompt: str) -> Path | None:
+    from subquad.cli.common import prepare_output
+
     if loaded.domain == "image":
         checks.no_prompt(prompt)
         output = output or Path("images.png")
     if output is not None:
         suffixes = {"protein": (".fasta", ".fa"), "text": (".txt",), "image": (".png", ".npz")}
-        checks.output_suffix(output, suffixes[loaded.domain])
-        checks.output_folder(output)
+        prepare_output(output, suffixes[loaded.domain])
     return output
 
 
@@ -198,7 +200,7 @@ def _write(loaded: "Loaded", samples: list["Tensor"], output: Path, model: Path)
     if loaded.domain == "image":
         _write_images(loaded, samples, output)
         return
-    output.write_text(_as_text(loaded, samples, model))
+    output.write_bytes(_as_text(loaded, samples, model).encode())
 
 
 def _as_text(loaded: "Loaded", samples: list["Tensor"], model: Path) -> str:
@@ -209,7 +211,7 @@ def _as_text(loaded: "Loaded", samples: list["Tensor"], model: Path) -> str:
     records = []
     for number, text in enumerate(texts, 1):
         lines = "\n".join(text[i : i + LINE] for i in range(0, len(text), LINE))
-        records.append(f">generated_{number} length={len(text)} model={model}\n{lines}\n")
+        records.append(f">generated_{number} length={len(text)} model={printable(str(model))}\n{lines}\n")
     return "".join(records)
 
 

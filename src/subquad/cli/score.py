@@ -1,14 +1,15 @@
 """`subquad score`."""
 
-import csv
 import math
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from subquad import files
 from subquad.checks import cli as checks
+from subquad.errors import printable
+from subquad.tables import csv_table
 
 
 def score(
@@ -22,12 +23,11 @@ def score(
     exact: Annotated[bool, typer.Option("--exact", help="Masked models: hide one token at a time (slow).")] = False,
 ) -> int:
     """Log-likelihood and perplexity of sequences of any length (pseudo-log-likelihood for masked models)."""
-    from subquad.cli.common import load_model, progress_bar, read_sequences
+    from subquad.cli.common import load_model, prepare_output, progress_bar, read_sequences
     from subquad.models import log_likelihoods, pseudo_log_likelihoods
 
     if output is not None:
-        checks.output_suffix(output, (".csv",))
-        checks.output_folder(output)
+        prepare_output(output, (".csv",))
     checks.positive_count("--passes", passes or 8 if passes != 0 else 0)
     loaded = load_model(model)
     checks.only_for_masked(exact, passes, bool(loaded.model.config.causal))
@@ -57,10 +57,11 @@ def score(
 
 
 def _write(output: Path | None, header: tuple[str, ...], rows: list[tuple[str, int, str, str]]) -> None:
+    from subquad.cli.common import say
+
     if output is None:
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerows([header, *rows])
+        print(csv_table(header, [(printable(name), *numbers) for name, *numbers in rows]), end="")
         return
-    with checks.output_file(output), output.open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([header, *rows])
-    print(f"{len(rows)} scores written to {output}", file=sys.stderr)
+    with checks.output_file(output):
+        files.write_text(output, csv_table(header, rows))
+    say(f"{len(rows)} scores written to {output}")

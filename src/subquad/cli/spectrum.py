@@ -1,6 +1,5 @@
 """`subquad spectrum`."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +7,7 @@ import typer
 
 from subquad.checks import cli as checks
 from subquad.checks import diagnostics
+from subquad.errors import printable
 
 
 def spectrum(
@@ -24,10 +24,9 @@ def spectrum(
     import torch
 
     from subquad import diagnostics as measure
-    from subquad.cli.common import load_with_sequences, progress_bar
+    from subquad.cli.common import load_with_sequences, prepare_output, progress_bar, say
 
-    checks.output_suffix(output, (".png", ".svg"))
-    checks.output_folder(output)
+    prepare_output(output, (".png", ".svg"))
     checks.positive_count("--length", length)
     checks.positive_count("--num", num)
     loaded, found = load_with_sequences(model, sequences, length)
@@ -37,9 +36,9 @@ def spectrum(
         kinds = (False, True) if control else (False,)
         results = [measure.spectrum(loaded, torch.stack(chosen), shuffle=kind, progress=progress) for kind in kinds]
     results[0].save(output.with_suffix(".json"))
-    results[0].plot(output, title=model.name, control=results[1] if control else None)
+    results[0].plot(output, title=printable(model.name), control=results[1] if control else None)
     quarter = max(1, length // 4)
     share = [f"{100 * float(result.captured(quarter).mean()):.1f} %" for result in results]
     also = f" ({share[1]} with shuffled rows)" if control else ""
-    print(f"the first {quarter} of {length} singular values hold {share[0]}{also}: {output}", file=sys.stderr)
+    say(f"the first {quarter} of {length} singular values hold {share[0]}{also}: {output}")
     return 0

@@ -11,6 +11,7 @@ import typer
 
 from subquad.checks import cli as checks
 from subquad.checks import data as data_checks
+from subquad.errors import printable
 from subquad.mechanisms import MECHANISMS
 
 train_app = typer.Typer(
@@ -163,7 +164,7 @@ def _tokenizer(name: str | None) -> Any:
     from transformers import AutoTokenizer
 
     with data_checks.tokenizer(name):
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def _train(context: typer.Context, corpus: Any, given: dict[str, Any], tokenizer: Any = None) -> int:
@@ -187,7 +188,8 @@ def _train(context: typer.Context, corpus: Any, given: dict[str, Any], tokenizer
     reached = describe(result.metrics["eval_loss"], result.metrics["eval_accuracy"], result.unit)
     baseline = describe(result.unigram_loss, result.unigram_accuracy, result.unit)
     console.print(f"held out:         {reached}\nunigram baseline: {baseline}", soft_wrap=True)
-    console.print(f"model: {result.folder}/model  plot: {result.folder}/loss.png", soft_wrap=True)
+    folder = printable(result.folder)
+    console.print(f"model: {folder}/model  plot: {folder}/loss.png", soft_wrap=True, markup=False)
     return 0
 
 

@@ -1,8 +1,10 @@
 """Puts a mechanism into every attention of a Hugging Face model, by the attention interface of transformers."""
 
 import inspect
+import itertools
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from subquad.calibration.heads import is_causal
@@ -23,6 +25,9 @@ def swap_attention(model: Model, attention: str = "favor", **options: Any) -> Mo
     Each attention module gets a child `subquad_attention`, the mechanism, with features of their own in each key head;
     it is in the state dict, and `subquad.calibrate` fits it. Swapping again replaces it. Whole sequences only: a cache
     of keys and values raises, so generate with `use_cache=False`.
+
+    A model loaded from GGUF can be saved afterwards, with its weights as floats, if transformers has unpacked them;
+    if they stay packed (which takes its GGUF kernels), load it with `GgufConfig(dequantize=True)` first.
 
     Args:
         model: any model of transformers whose attention goes through its attention interface (BERT, GPT-2, Llama, ...).
@@ -48,13 +53,30 @@ def swap_attention(model: Model, attention: str = "favor", **options: Any) -> Mo
         own = {option: x for option, x in scale.items() if option in inspect.signature(made).parameters} | options
         mechanisms.append(layer_mechanism(attention, own, head_dim=head_dim, key_heads=key_heads, layer=layer))
     for (_, module), mechanism in zip(found, mechanisms, strict=True):
-        device = next(module.parameters()).device
-        setattr(module, CHILD, mechanism.to(device).train(module.training))
+        setattr(module, CHILD, mechanism.to(_device(module, model)).train(module.training))
     AttentionInterface.register(IMPLEMENTATION, _attend)
     AttentionMaskInterface.register(IMPLEMENTATION, _padding)
     model.set_attn_implementation(IMPLEMENTATION)  # pyright: ignore[reportCallIssue]
     checks.goes_through_us(model, IMPLEMENTATION)
+    _forget_gguf(model)
     return model
+
+
+def _device(module: nn.Module, model: nn.Module) -> torch.device:
+    """Where the module computes; one without weights of its own, where its model does."""
+    tensors = itertools.chain(module.parameters(), module.buffers(), model.parameters(), model.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _forget_gguf(model: Any) -> None:
+    """transformers refuses to save what it has loaded from GGUF, also if it has unpacked all weights into floats.
+
+    Weights that stay packed keep their mark: they can be saved after loading with `GgufConfig(dequantize=True)` only.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+    if quantizer is not None and method == "gguf" and not quantizer.packed_modules:
+        quantizer.remove_quantization_config(model)
 
 
 def attention_modules(model: nn.Module) -> list[tuple[str, Any]]:

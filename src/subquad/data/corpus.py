@@ -3,6 +3,7 @@
 import hashlib
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -88,7 +89,8 @@ class CorpusWriter:
 
     def __init__(self, vocabulary: Vocabulary, domain: str, image_shape: tuple[int, ...] | None = None) -> None:
         self.vocabulary, self.domain, self.image_shape = vocabulary, domain, image_shape
-        self.file = tempfile.TemporaryFile(prefix="subquad-corpus-")  # noqa: SIM115, closed by __exit__
+        with checks.room_for_tokens():
+            self.file = tempfile.TemporaryFile(prefix="subquad-corpus-")  # noqa: SIM115, closed by __exit__
         self.lengths: list[int] = []
         self.keys: list[int] = []
         self._begin()
@@ -97,7 +99,8 @@ class CorpusWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.file.close()  # a corpus made from it keeps its map
+        with suppress(OSError):  # what could not be written is told by `finish`
+            self.file.close()  # a corpus made from it keeps its map
 
     def _begin(self) -> None:
         self._length, self._hash = 0, hashlib.blake2b(digest_size=8)
@@ -105,7 +108,8 @@ class CorpusWriter:
     def extend(self, ids: np.ndarray) -> None:
         """More of the sequence at hand."""
         piece = ids.astype(self.vocabulary.dtype, copy=False).tobytes()
-        self.file.write(piece)
+        with checks.room_for_tokens():
+            self.file.write(piece)
         self._hash.update(piece)
         self._length += len(ids)
 
@@ -121,7 +125,8 @@ class CorpusWriter:
         self.end()
 
     def finish(self) -> Corpus:
-        self.file.flush()
+        with checks.room_for_tokens():
+            self.file.flush()
         ends = np.cumsum(np.array(self.lengths, np.int64))
         total = int(ends[-1]) if len(ends) else 0
         dtype = self.vocabulary.dtype

@@ -18,7 +18,7 @@ def hub_texts(source: str) -> Iterator[str]:
         from datasets import load_dataset
 
         name, _, column = source.removeprefix(PREFIX).partition(":")
-        rows = load_dataset(name, split="train", streaming=True)
+        rows = load_dataset(name, split="train", streaming=True, trust_remote_code=False)
         first = next(iter(rows))
     return _texts(source, rows, checks.text_column(source, first, column))
 

@@ -1,8 +1,11 @@
 """Images as sequences of pixels: idx files (MNIST), npz, or a folder of PNG."""
 
 import gzip
+import math
 import struct
+import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +40,7 @@ def read_images(path: Path) -> np.ndarray:
     if path.is_dir():
         return _read_folder(path)
     checks.readable_file(path)
-    with checks.readable(path):
+    with checks.decodable(path), checks.readable(path):
         if path.suffix == ".npz":
             return _read_npz(path)
         return _read_idx(path)
@@ -51,9 +54,18 @@ def _read_idx(path: Path) -> np.ndarray:
         magic = file.read(4)
         checks.idx_header(path, magic)
         sizes = struct.unpack(f">{magic[3]}I", file.read(4 * magic[3]))
-        data = np.frombuffer(file.read(), np.uint8)
+        data = np.frombuffer(_read_at_most(file, math.prod(sizes) + 1), np.uint8)
     checks.idx_size(path, sizes, data.size)
     return data.reshape(sizes)
+
+
+def _read_at_most(file: Any, size: int) -> bytes:
+    """A packed file may go on for ever, and a header may claim any size."""
+    pieces = []
+    while size and (piece := file.read(min(size, 1 << 20))):
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)
 
 
 def _read_npz(path: Path) -> np.ndarray:
@@ -63,14 +75,22 @@ def _read_npz(path: Path) -> np.ndarray:
     return images["images"] if "images" in images else next(iter(images.values()))
 
 
-def _read_folder(path: Path) -> np.ndarray:
+def _opened(file: Path) -> Any:
+    """A picture whose pixels are not read yet. PIL only warns of a size that we refuse."""
     from PIL import Image
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        return Image.open(file)
+
+
+def _read_folder(path: Path) -> np.ndarray:
     files = sorted(path.rglob("*.png"))
     checks.some_files(files, [path], kind="PNG image")
     images = []
     for file in files:
-        with checks.readable(file), Image.open(file) as image:
+        with checks.decodable(file), checks.readable(file), _opened(file) as image:
+            checks.picture_size(file, *image.size)
             checks.eight_bit(file, image.mode)
             images.append(np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB")))
         checks.same_size(file, images[-1].shape, files[0], images[0].shape)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from subquad import files
 from subquad.checks import diagnostics as checks
 from subquad.checks import needs
 from subquad.diagnostics.verdicts import CALIBRATE, FINE, SHARP, SHORT, VERDICTS
@@ -96,7 +97,7 @@ class Diagnosis:
     def save(self, path: str | Path) -> None:
         """As JSON."""
         with checks.writable(Path(path)):
-            Path(path).write_text(json.dumps({**asdict(self), "summary": self.summary}, indent=1) + "\n")
+            files.write_text(path, json.dumps({**asdict(self), "summary": self.summary}, indent=1) + "\n")
 
     def plot(self, path: str | Path, *, title: str = "") -> None:
         """Heat maps, layers by heads: error of the features, of the better baseline, entropy."""

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from subquad import files
 from subquad.checks import diagnostics as checks
 from subquad.checks import needs
 from subquad.diagnostics.verdicts import CALIBRATE, SHARP, SHORT
@@ -47,7 +48,7 @@ def plot_diagnosis(result: "Diagnosis", path: Path, title: str) -> None:
     _mark(axes[0], result)
     figure.suptitle(f"{title}\n{_legend(result)}".strip(), fontsize="medium")
     with checks.writable(path):
-        figure.savefig(path, dpi=130)
+        files.save_figure(figure, path)
 
 
 def _baseline(head: "HeadDiagnosis") -> float:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from subquad import files
 from subquad.checks import diagnostics as checks
 from subquad.checks import needs
 
@@ -26,7 +27,7 @@ def plot_spectrum(result: "SpectrumResult", path: Path, title: str, control: "Sp
     figure.colorbar(image, ax=heads)
     figure.suptitle(title)
     with checks.writable(path):
-        figure.savefig(path, dpi=130)
+        files.save_figure(figure, path)
 
 
 def _draw_curves(axes: Any, result: "SpectrumResult", control: "SpectrumResult | None") -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from subquad import files
 from subquad.checks import diagnostics as checks
 from subquad.diagnostics.matrices import attention_matrices, shuffled_rows
 
@@ -41,7 +42,7 @@ class SpectrumResult:
         shares = [[[round(x, 6) for x in head] for head in layer] for layer in self.cumulative.tolist()]
         record = {"length": self.length, "sequences": self.sequences, "cumulative": shares}
         with checks.writable(Path(path)):
-            Path(path).write_text(json.dumps(record) + "\n")
+            files.write_text(path, json.dumps(record) + "\n")
 
     def plot(self, path: str | Path, *, title: str = "", control: "SpectrumResult | None" = None) -> None:
         """Curves of the layers and a map of the heads, as a picture. control: a dashed curve, the mean of all heads."""

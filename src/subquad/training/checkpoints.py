@@ -1,16 +1,19 @@
 """Where a run keeps its checkpoints, and which of them to continue from."""
 
 import re
+import warnings
 from pathlib import Path
 
 from subquad.checks import runs
-from subquad.training.files import remove, sweep, verify
+from subquad.errors import DamageWarning
+from subquad.files import remove
+from subquad.training.files import damage
 
 NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """All whole checkpoints, oldest first."""
+    """All checkpoints, oldest first; a name is given to complete ones alone."""
     found = [path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(found, key=step_of)
 
@@ -22,13 +25,18 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest(folder: Path) -> Path | None:
-    """The checkpoint to continue from; leftovers of an interrupted write are removed, damage raises."""
-    sweep(folder)
-    found = checkpoints(folder)
-    if not found:
-        return None
-    verify(found[-1])
-    return found[-1]
+    """The newest checkpoint that is whole. Damaged ones are told and passed over; if all are, that raises."""
+    damages: dict[str, str] = {}
+    for checkpoint in reversed(checkpoints(folder)):
+        if (what := damage(checkpoint)) is not None:
+            damages[checkpoint.name] = what
+            continue
+        if damages:
+            warnings.warn(runs.passed_over(folder, damages, checkpoint), DamageWarning, stacklevel=2)
+        return checkpoint
+    if damages:
+        raise runs.none_whole(folder, damages)
+    return None
 
 
 def rotate(folder: Path, keep: int) -> None:
@@ -40,8 +48,10 @@ def rotate(folder: Path, keep: int) -> None:
 def model_folder(path: str | Path) -> Path:
     """The model in `path`: a model folder itself, a run's final model, or the model of its newest checkpoint."""
     path = Path(path)
-    places = [path, path / "model", *reversed(checkpoints(path / "checkpoints"))]
-    for place in places:
+    for place in (path, path / "model"):
         if (place / "config.json").is_file():
             return place
-    raise runs.no_model(path)
+    checkpoint = newest(path / "checkpoints")
+    if checkpoint is None:
+        raise runs.no_model(path)
+    return checkpoint

@@ -1,127 +1,107 @@
-"""Files and folders that appear whole or not at all, whatever happens to the process."""
+"""What the files of a run have beside being whole: checksums, and one writer at a time."""
 
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from subquad import files
 from subquad.checks import runs
+from subquad.errors import CheckpointError
 
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks
-    fcntl = None
-
-STAGING = ".writing-"
-MANIFEST = "files.json"
+MANIFEST, CHECKSUM = "files.json", "checksum"
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Temporary file, fsync, rename."""
     with runs.writable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{STAGING}{path.name}-{os.getpid()}")
-        try:
-            with temporary.open("w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+        files.write_text(path, text)
 
 
 @contextmanager
 def staging_for(path: Path) -> Iterator[Path]:
-    """A folder beside `path` to fill and publish from; gone afterwards, whatever happened."""
-    staging = path.with_name(STAGING + path.name)
-    with runs.writable(path):
-        try:
-            staging.mkdir(parents=True, exist_ok=True)
-            yield staging
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+    """A new folder beside `path`, to fill and publish from; gone afterwards, whatever happened."""
+    with runs.writable(path), files.staging_folder(path) as staging:
+        yield staging
 
 
 def publish(complete: Path, path: Path) -> None:
-    """Gives a complete folder its name: contents on disk first, then a manifest, then the rename."""
-    for file in sorted(complete.rglob("*")):
-        if file.is_file():
-            _sync(file)
-    manifest = complete / MANIFEST
-    manifest.write_text(json.dumps(_digests(complete), indent=2) + "\n")
-    _sync(manifest)
-    sync_folder(complete)
-    remove(path)
-    complete.rename(path)
-    sync_folder(path.parent)
-
-
-def remove(folder: Path) -> None:
-    """Takes the name away first, so that a folder is never half there."""
-    if folder.exists():
-        doomed = folder.with_name(f"{STAGING}{folder.name}-removed")
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
+    """Gives a complete folder its name, with checksums of its files."""
+    (complete / MANIFEST).write_text(json.dumps(_digests(complete), indent=2) + "\n")
+    files.publish(complete, path)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """This process alone writes to the folder; the system unlocks it when the process ends, however it ends."""
-    if fcntl is None:
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        handle = files.lock(folder)
     except BlockingIOError as error:
         raise runs.in_use(folder) from error
+    try:
+        yield
     finally:
-        os.close(handle)
-
-
-def sweep(folder: Path) -> list[str]:
-    """Removes what an interrupted process left half-written; the names of it."""
-    leftovers = sorted(folder.glob(f"{STAGING}*")) if folder.is_dir() else []
-    for leftover in leftovers:
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    return [leftover.name for leftover in leftovers]
-
-
-def verify(folder: Path) -> None:
-    """Raises if a file of the folder is missing or not what was written."""
-    with runs.readable_record(folder / MANIFEST):
-        expected = json.loads((folder / MANIFEST).read_text())
-    found = _digests(folder)
-    for name, digest in expected.items():
-        if found.get(name) != digest:
-            raise runs.damaged(folder, name, missing=name not in found)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames inside the folder last."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
+        if handle is not None:
             os.close(handle)
 
 
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+def verify(folder: Path) -> None:
+    """Raises if a file of the folder is missing, unknown, or not what was written."""
+    if (what := damage(folder)) is not None:
+        raise runs.damaged(folder, what)
+
+
+def damage(folder: Path) -> str | None:
+    """The first thing that is wrong with the files of a folder, in words."""
+    if not (folder / MANIFEST).exists():
+        return runs.changed_file(MANIFEST, missing=True)
+    try:
+        expected, found = read_object(folder / MANIFEST), _digests(folder)
+    except CheckpointError:
+        return runs.bad_manifest(MANIFEST)
+    except OSError as error:
+        return runs.unreadable_file(error)
+    if not expected or not all(isinstance(digest, str) for digest in expected.values()):
+        return runs.bad_manifest(MANIFEST)
+    for name, digest in expected.items():
+        if found.get(name) != digest:
+            return runs.changed_file(name, missing=name not in found)
+    unknown = [name for name in found if name not in expected and not _is_note(name)]
+    return runs.unknown_file(unknown[0], MANIFEST) if unknown else None
+
+
+def _is_note(name: str) -> bool:
+    """What people and systems put into folders, and nobody loads."""
+    return Path(name).name.startswith(".") or name.endswith(".md")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    with runs.readable_record(path):
+        return runs.json_object(path, json.loads(path.read_text(encoding="utf-8")))
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """JSON with a checksum of itself, so that damage is seen wherever it falls."""
+    write_atomically(path, json.dumps({**record, CHECKSUM: _checksum(record)}, indent=2) + "\n")
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    record = read_object(path)
+    found = record.pop(CHECKSUM, None)
+    runs.checksum(path, found, _checksum(record))
+    return record
+
+
+def _checksum(record: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(record).encode(), digest_size=16).hexdigest()
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST)
-    return {str(path.relative_to(folder)): _digest(path) for path in files}
+    inside = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST)
+    return {str(path.relative_to(folder)): _digest(path) for path in inside}
 
 
 def _digest(path: Path) -> str:

@@ -1,9 +1,8 @@
 """What is recorded of a run: JSON lines as they come, a CSV table and a plot from them."""
 
-import csv
-import io
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad import files
 from subquad.checks import runs
+from subquad.errors import DamageWarning
+from subquad.tables import csv_table
 from subquad.training.files import write_atomically
 
 COLUMNS = (
@@ -46,13 +48,20 @@ class MetricsFile:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / "metrics.jsonl"
+        self._told: list[int] = []
 
     def records(self) -> list[dict[str, Any]]:
-        """All whole records: a line cut short by a kill is left out."""
+        """All whole records. Damaged lines are told once and left out; so is a last line that a kill cut short."""
         if not self.path.exists():
             return []
-        lines = self.path.read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        with runs.readable_record(self.path):
+            lines = self.path.read_bytes().split(b"\n")[:-1]
+        found = [_record(line) for line in lines]
+        damaged = [number for number, record in enumerate(found, 1) if record is None]
+        if damaged and damaged != self._told:
+            self._told = damaged
+            warnings.warn(runs.damaged_lines(self.path, damaged), DamageWarning, stacklevel=2)
+        return [record for record in found if record is not None]
 
     def rewind(self, step: int) -> None:
         """Forgets what was recorded after `step`, which is about to be computed again."""
@@ -64,11 +73,28 @@ class MetricsFile:
             file.write(json.dumps(record) + "\n")
 
     def write_csv(self) -> None:
-        out = io.StringIO()
-        writer = csv.DictWriter(out, COLUMNS, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.records())
-        write_atomically(self.folder / "metrics.csv", out.getvalue())
+        rows = ([record.get(name, "") for name in COLUMNS] for record in self.records())
+        write_atomically(self.folder / "metrics.csv", csv_table(COLUMNS, rows))
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """A record of known numbers, or None if the line is no such thing."""
+    try:
+        record = json.loads(line.decode())
+        if not isinstance(record, dict) or not set(record) <= set(COLUMNS) or not _is_step(record.get("step")):
+            return None
+        return record if all(_is_number(value) for value in record.values()) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_step(value: Any) -> bool:
+    return _is_number(value) and isinstance(value, int) and 0 <= value < 2**53
+
+
+def _is_number(value: Any) -> bool:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, float) or (whole and abs(value) < 2**63)
 
 
 def plot_losses(curves: dict[str, list[dict[str, Any]]], path: Path, *, unigram: float | None, unit: str) -> None:
@@ -78,19 +104,20 @@ def plot_losses(curves: dict[str, list[dict[str, Any]]], path: Path, *, unigram:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     draw_losses(figure.add_subplot(), curves, unigram=unigram, unit=unit)
     with runs.writable(path):
-        figure.savefig(path, dpi=130)
+        files.save_figure(figure, path)
 
 
 def draw_losses(axes: Any, curves: dict[str, list[dict[str, Any]]], *, unigram: float | None, unit: str) -> None:
     """Training loss (thin) and validation loss (marked) of each run over steps, in matplotlib axes."""
     for number, (name, records) in enumerate(curves.items()):
         for key, style, label in (("loss", {"alpha": 0.45}, None), ("eval_loss", {"marker": "o"}, name)):
-            points = [(record["step"], record[key]) for record in records if key in record]
+            points = [(record["step"], record[key]) for record in records if math.isfinite(record.get(key, math.nan))]
             if points:
                 axes.plot(*zip(*points, strict=True), color=f"C{number}", label=label, **style)
     if unigram is not None:
         axes.axhline(unigram, color="grey", linestyle="--", label="unigram")
-    _zoom(axes, [record["eval_loss"] for records in curves.values() for record in records if "eval_loss" in record])
+    losses = (record.get("eval_loss", math.nan) for records in curves.values() for record in records)
+    _zoom(axes, [loss for loss in losses if math.isfinite(loss)])
     axes.set(xlabel="step", ylabel=f"nats per {unit}", title="loss; thin: training, marked: held out")
     axes.legend()
 

@@ -1,6 +1,5 @@
 """Everything that defines a run, apart from its data. Stored with it, and compared when it is resumed."""
 
-import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from subquad import checks
 from subquad.checks import runs
 from subquad.data import OBJECTIVES
 from subquad.models import SubquadConfig
-from subquad.training.files import write_atomically
+from subquad.training.files import read_record, write_record
 
 LAYOUTS = ("windows", "crops")
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -131,12 +130,12 @@ class RunRecord:
     versions: dict[str, str]
 
     def save(self, path: Path) -> None:
-        write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
+        write_record(path, asdict(self))
 
     @classmethod
     def load(cls, path: Path) -> "RunRecord":
+        stored = read_record(path)
         with runs.readable_record(path):
-            stored = json.loads(path.read_text())
             return cls(**{**stored, "options": TrainOptions(**stored["options"])})
 
     def differences(self, other: "RunRecord") -> list[str]:

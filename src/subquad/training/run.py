@@ -3,8 +3,8 @@
 run/  run.json  metrics.jsonl  metrics.csv  loss.png  checkpoints/checkpoint-100 ...  model/
 """
 
-import json
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from subquad.bench import peak_memory
 from subquad.checks import runs
 from subquad.data import Collator, Corpus
+from subquad.errors import CheckpointError, DamageWarning, printable
 from subquad.training.callbacks import (
     Recorder,
     Redraw,
@@ -27,7 +28,7 @@ from subquad.training.callbacks import (
     UpdateCentroids,
     WatchFeatures,
 )
-from subquad.training.files import publish, staging_for, write_atomically
+from subquad.training.files import publish, read_record, staging_for, verify, write_record
 from subquad.training.metrics import MetricsFile, plot_losses
 from subquad.training.options import RunRecord, TrainOptions
 from subquad.training.setup import (
@@ -35,6 +36,7 @@ from subquad.training.setup import (
     build_model,
     build_optimizer,
     default_tokenizer,
+    last_checkpoint,
     opened,
     tensorboard_callback,
     training_arguments,
@@ -74,11 +76,16 @@ class Result:
     @classmethod
     def of_finished(cls, folder: Path) -> "Result | None":
         """What a complete run has left: nothing is to be done again."""
-        path = folder / SUMMARY
-        if not path.exists() or not (folder / "model").exists():
+        path, model = folder / SUMMARY, folder / "model"
+        if not path.exists() or not model.exists():
             return None
-        with runs.readable_record(path):
-            stored = cls(**json.loads(path.read_text()))
+        try:
+            with runs.readable_record(path):
+                stored = cls(**read_record(path))
+            verify(model)
+        except CheckpointError as error:  # both can be made again
+            warnings.warn(runs.made_again(error), DamageWarning, stacklevel=2)
+            return None
         return stored if stored.stopped_by is None else None
 
 
@@ -106,9 +113,10 @@ def train(
     model = build_model(corpus, options)
     record = RunRecord(options, corpus.domain, corpus.fingerprint, arguments.world_size, versions())
     watch = _Watch.over(folder, data, options, console)
-    with opened(folder, record, resume, arguments) as checkpoint:
+    with opened(folder, record, resume, arguments):
         if (done := Result.of_finished(folder)) is not None:
             return done
+        checkpoint = last_checkpoint(folder, arguments)
         trainer = SubquadTrainer(
             model=model,
             args=arguments,
@@ -165,9 +173,9 @@ def _finish(
     tokenizer: PreTrainedTokenizerBase | None,
     memory: int | None,
 ) -> Result:
-    """The last evaluation, table, plot and summary; the model, if the run is complete."""
+    """The last evaluation; the model, if the run is complete; then what is only a record: table, plot, summary."""
     step, metrics, complete = trainer.state.global_step, watch.metrics, watch.stop.received is None
-    evaluated = [record for record in metrics.records() if record["step"] == step and "eval_loss" in record]
+    evaluated = [logs for logs in trainer.state.log_history if logs["step"] == step and "eval_loss" in logs]
     last = trainer.evaluate() if complete and not evaluated else (evaluated or [{}])[-1]
     result = Result(
         folder=str(folder),
@@ -181,12 +189,12 @@ def _finish(
         stopped_by=watch.stop.received,
     )
     if watch.first:
+        if complete:
+            save_model(trainer.trained, tokenizer, folder / "model")
         metrics.write_csv()
         curves = {trainer.trained.config.name: metrics.records()}
         plot_losses(curves, folder / "loss.png", unigram=data.unigram.loss, unit=result.unit)
-        if complete:
-            save_model(trainer.trained, tokenizer, folder / "model")
-        write_atomically(folder / SUMMARY, json.dumps(asdict(result), indent=2) + "\n")
+        write_record(folder / SUMMARY, asdict(result))
     trainer.wait()
     return result
 
@@ -207,6 +215,6 @@ def _announce(console: Console, model: Any, data: RunData, checkpoint: Path | No
         f"{len(corpus):,} sequences with {corpus.num_tokens:,} tokens to train on, {len(held_out):,} held out "
         f"({len(data.held_out)} samples evaluated)",
         f"{parameters:,} parameters, {model.config.name}, {data.tokens_per_step:,} tokens per step",
-        *([f"continuing from {checkpoint}"] if checkpoint is not None else []),
+        *([f"continuing from {printable(str(checkpoint))}"] if checkpoint is not None else []),
     ]
-    console.print("\n".join(lines), soft_wrap=True)
+    console.print("\n".join(lines), soft_wrap=True, markup=False)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from subquad import checks
@@ -29,13 +28,15 @@ from subquad.data import (
 )
 from subquad.data.vocabulary import BYTES
 from subquad.errors import SubquadError
+from subquad.files import sweep
 from subquad.models import SubquadForCausalLM, SubquadForMaskedLM
 from subquad.training import checkpoints
 from subquad.training.callbacks import feature_seed
-from subquad.training.files import locked, sweep
+from subquad.training.files import MANIFEST, locked, verify
 from subquad.training.metrics import MetricsFile
 from subquad.training.muon import MuonAdamW, split_parameters
 from subquad.training.options import RunRecord, TrainOptions
+from subquad.training.ranks import from_first
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,10 @@ def build_model(corpus: Corpus, options: TrainOptions) -> SubquadForCausalLM | S
 
 def _load_weights(model: SubquadForCausalLM | SubquadForMaskedLM, folder: Path) -> None:
     """Begins with the weights of another model, features included."""
+    if (folder / MANIFEST).exists():
+        verify(folder)
     with runs.same_shape(folder):
-        other = type(model).from_pretrained(folder)
+        other = type(model).from_pretrained(folder, trust_remote_code=False)
         model.load_state_dict(other.state_dict())
 
 
@@ -179,8 +182,8 @@ def versions() -> dict[str, str]:
 
 
 @contextmanager
-def opened(folder: Path, record: RunRecord, resume: bool, arguments: TrainingArguments) -> Iterator[Path | None]:
-    """The folder as this run's alone; yields the checkpoint to continue from, if there is one."""
+def opened(folder: Path, record: RunRecord, resume: bool, arguments: TrainingArguments) -> Iterator[None]:
+    """The folder as this run's alone."""
     with ExitStack() as stack:
         error: SubquadError | None = None
         if arguments.process_index == 0:
@@ -190,17 +193,23 @@ def opened(folder: Path, record: RunRecord, resume: bool, arguments: TrainingArg
                 _prepare(folder, record, resume)
             except SubquadError as refused:
                 error = refused
-        runs.agreed(_from_first(error))
-        yield checkpoints.newest(folder / "checkpoints")
+        runs.agreed(from_first(error))
+        yield
 
 
-def _from_first(value: Any) -> Any:
-    """What the first process says, on all of them."""
-    if not dist.is_initialized():
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
+def last_checkpoint(folder: Path, arguments: TrainingArguments) -> Path | None:
+    """The checkpoint to continue from, as the first process sees it; what was recorded after it is forgotten."""
+    error: SubquadError | None = None
+    checkpoint: Path | None = None
+    if arguments.process_index == 0:
+        try:
+            checkpoint = checkpoints.newest(folder / "checkpoints")
+            MetricsFile(folder).rewind(0 if checkpoint is None else checkpoints.step_of(checkpoint))
+        except SubquadError as refused:
+            error = refused
+    error, checkpoint = from_first((error, checkpoint))
+    runs.agreed(error)
+    return checkpoint
 
 
 def _prepare(folder: Path, record: RunRecord, resume: bool) -> None:
@@ -213,5 +222,3 @@ def _prepare(folder: Path, record: RunRecord, resume: bool) -> None:
     else:
         runs.free_folder(folder, resume)
         record.save(path)
-    checkpoint = checkpoints.newest(folder / "checkpoints")
-    MetricsFile(folder).rewind(0 if checkpoint is None else checkpoints.step_of(checkpoint))

@@ -1,6 +1,7 @@
 """The Hugging Face Trainer, with atomic checkpoints, a fixed data order and exact evaluation."""
 
 from collections.abc import Sized
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from subquad.data import Samples
 from subquad.training import checkpoints
 from subquad.training.files import publish, staging_for
 from subquad.training.metrics import summary, token_statistics
+from subquad.training.ranks import from_first
 
 
 class SubquadTrainer(Trainer):
@@ -78,16 +80,30 @@ class SubquadTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """The Trainer writes into a folder aside, on all ranks; then it gets its name in one step."""
         folder, name = self.folder, f"checkpoint-{self.state.global_step}"
-        with staging_for(folder / name) as self._staging:
+        with ExitStack() as stack:
+            mine = stack.enter_context(staging_for(folder / name)) if self.args.should_save else None
+            self._staging = from_first(mine)
             super()._save_checkpoint(model, trial)
             self.wait()
-            if self.args.should_save:
-                publish(self._staging / name, folder / name)
+            if mine is not None:
+                publish(mine / name, folder / name)
             self.wait()  # nobody clears away before that
         self._staging = None
         if self.args.should_save:
             checkpoints.rotate(folder, self.keep)
         self.wait()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with runs.loadable_checkpoint(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with runs.loadable_checkpoint(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with runs.loadable_checkpoint(checkpoint):
+            super()._load_rng_state(checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Tied weights are saved once; anything else that is missing or left over makes another model."""
