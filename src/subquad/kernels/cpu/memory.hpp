@@ -40,16 +40,16 @@ class Pool {
  public:
   // Everything taken before is given back.
   void reset() {
-    if (pieces_.size() > 1) {  // one piece that would have sufficed
-      pieces_.clear();
-      add(total_);
-    }
+    const size_t wanted = total_;
     used_ = total_ = 0;
+    if (pieces_.size() < 2) return;
+    pieces_.clear();
+    add(wanted);  // one piece that would have sufficed
   }
   float* take(size_t count) {
     const size_t line = ALIGNMENT / 4, rounded = (count + line - 1) / line * line;
-    total_ += rounded;
     if (pieces_.empty() || used_ + rounded > size_) add(std::max(rounded, MINIMUM));
+    total_ += rounded;  // not what could not be had: the next call would ask for it again
     float* p = pieces_.back().get() + used_;
     used_ += rounded;
     return p;
