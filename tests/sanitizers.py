@@ -18,9 +18,15 @@ def sanitized_environment(folder: Path) -> dict[str, str]:
     assert command is not None
     engine = build.compile_engine(folder, "generic", command, FLAGS)
     assert isinstance(engine, Path), engine
-    preload = subprocess.run([*command, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    # the C++ library too: the sanitizer looks for what throws when it starts, and torch throws
+    libraries = ("libasan.so", "libstdc++.so.6")
+    preload = [_output([*command, f"-print-file-name={name}"]) for name in libraries]
     return os.environ | {
         "SUBQUAD_CPU": str(engine),
-        "LD_PRELOAD": preload.stdout.strip(),
+        "LD_PRELOAD": ":".join(preload),
         "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
     }
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -576,6 +576,11 @@ OPERATORS: dict[str, tuple[dict[str, Any], type, str]] = {
         errors.DtypeError,
         "far_max must be float32, got bfloat16",
     ),
+    "a past without an order": (
+        {"far_max": torch.rand(2, 2, 6), "far_sum": torch.rand(2, 2, 6, 4), "causal": False},
+        errors.ShapeError,
+        "far_sum must be left out: a state belongs to causal attention",
+    ),
     "elsewhere": (
         {"query": torch.rand(1, 6, 8, device="meta")},
         errors.BackendError,
@@ -615,6 +620,9 @@ def test_the_linear_operator_called_directly() -> None:
     assert words == "linear_forward: feature_map must be one of elu1, relu, softplus, relu2, identity, got 'exp'"
     words = message(lambda: call(*linear_arguments(log_weight=torch.rand(2, 2, 5))), errors.ShapeError)
     assert words == "linear_forward: log_weight must be left out: engine='cpu' has no signed (trigonometric) features"
+    past = {"far_max": torch.zeros(2, 2, 1), "far_sum": torch.rand(2, 2, 8, 4)}
+    words = message(lambda: call(*linear_arguments(causal=False, **past)), errors.ShapeError)
+    assert words == "linear_forward: far_sum must be left out: a state belongs to causal attention"
     words = message(lambda: call(*linear_arguments(q=x.double(), k=x.double(), v=x.double())), errors.DtypeError)
     assert words == "cpu engine: q must be float32 or bfloat16 or float16, got float64"
 

@@ -112,6 +112,7 @@ def favor(op: str, inputs: Any, options: Any, engines: Mapping[str, Any]) -> Siz
     sizes.check(FAVOR, tensors)
     _heads(sizes)
     _together(op, tensors, ("far_max", "far_sum"), ("offset_weight", "offset_bias"))
+    _past_of(op, inputs.far_sum, options.causal)
     if sizes["sinks"] and inputs.sink_seen is None:
         raise own_checks.missing(op, "sink_seen")
     checks.choice(op, "rule", m.rule, RULES)
@@ -134,6 +135,7 @@ def linear(op: str, inputs: Any, options: Any, engines: Mapping[str, Any]) -> Si
     sizes.known.setdefault("maps", 1)
     _heads(sizes)
     _together(op, tensors, ("far_max", "far_sum"))
+    _past_of(op, inputs.far_sum, options.causal)
     checks.choice(op, "feature_map", options.feature_map, tuple(ELEMENTWISE))
     _options(sizes, options.chunk, options.root, options.engine, engines, options.causal)
     if options.engine == "cpu" and inputs.log_weight is not None:
@@ -174,6 +176,12 @@ def _together(op: str, tensors: Mapping[str, Tensor | None], *pairs: tuple[str, 
     for one, other in pairs:
         if (tensors[one] is None) != (tensors[other] is None):
             raise own_checks.missing(op, one if tensors[one] is None else other)
+
+
+def _past_of(op: str, far_sum: Tensor | None, causal: bool) -> None:
+    """A state is what came before; without an order the engines would differ in what that means."""
+    if far_sum is not None and not causal:
+        raise own_checks.unasked(op, "far_sum", "a state belongs to causal attention")
 
 
 def _query_heads(sizes: Sizes) -> None:
