@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fitted import fitted
+from sanitizers import sanitized_environment
 from subquad import FavorAttention, LinearAttention, Mechanism
 from subquad.errors import ConfigError
 from subquad.functional import linear_attention
@@ -361,26 +361,7 @@ def test_the_generic_engine_computes_the_same() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads the sanitizers' library")
 def test_no_bad_memory_access_and_no_undefined_behaviour(tmp_path: Path) -> None:
     """The kernels under AddressSanitizer and UndefinedBehaviorSanitizer."""
-    root = Path(__file__).parent.parent
-    for source in library.FOLDER.glob("*.[hc]pp"):
-        shutil.copy(source, tmp_path)
-    sanitizers = (
-        "-fsanitize=address,undefined",
-        "-fno-sanitize-recover=undefined",
-        "-fno-omit-frame-pointer",
-        "-g",
-        "-O1",
-    )
-    command = build.compiler()
-    assert command is not None
-    engine = build.compile_engine(tmp_path, "generic", command, sanitizers)
-    assert isinstance(engine, Path), engine
-    preload = subprocess.run([*command, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    environment = os.environ | {
-        "SUBQUAD_CPU": str(engine),
-        "LD_PRELOAD": preload.stdout.strip(),
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
-    }
+    root, environment = Path(__file__).parent.parent, sanitized_environment(tmp_path)
     done = subprocess.run(
         [sys.executable, str(root / "tests" / "sanitized.py")],
         env=environment,

@@ -5,16 +5,25 @@ from torch import Tensor
 from subquad.checks import count, shape_of, weights
 from subquad.errors import BackendError, ConfigError, ShapeError
 
+MOST_BUCKETS = 2**24
+
 
 def num_buckets(num_buckets: int, hashes: int) -> int:
     """Directions per hash: each is two buckets, and a round has the product of its hashes' buckets."""
     count("lsh", "num_buckets", num_buckets, minimum=2)
     count("lsh", "hashes", hashes)
+    not_too_many(num_buckets)
     per_hash = round(num_buckets ** (1 / hashes))
     if per_hash % 2 or per_hash**hashes != num_buckets:
         wanted = "an even number" if hashes == 1 else f"an even number to the power of hashes={hashes}"
         raise ConfigError(f"lsh: num_buckets must be {wanted}, got {num_buckets}")
     return per_hash // 2
+
+
+def not_too_many(num_buckets: int) -> None:
+    """Every sequence, head and round has a number for each of them."""
+    if num_buckets > MOST_BUCKETS:
+        raise ConfigError(f"lsh: num_buckets must be at most {MOST_BUCKETS}, got {num_buckets}")
 
 
 def per_head(op: str, what: str, weight: Tensor, layout: str, k: Tensor) -> None:

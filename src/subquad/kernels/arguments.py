@@ -2,7 +2,7 @@
 
 Every tensor is declared by its kind and the letters of its sizes; a letter stands for one size in all of them, `V+1`
 for one more than `V`, `B|1` for either. Kinds: "input" has the dtype of q, "float" any, "state" what sums of inputs are
-kept in. Sizes that are symbols of a traced graph are not compared.
+kept in; with a question mark it may be None. Sizes that are symbols of a traced graph are not compared.
 """
 
 from collections.abc import Mapping
@@ -22,25 +22,25 @@ FAVOR = {
     **QKV,
     **{"sink_k": "input B K sinks D", "sink_v": "input B K sinks V"},
     **{"query": "float maps M D", "key": "float maps M D", "key_bias": "float maps M"},
-    **{"offset_weight": "float maps D", "offset_bias": "float maps"},
-    **{"alive": "bool B|1 S", "fold": "bool B|1 S", "sink_seen": "int64 B|1 T"},
-    **{"far_max": "state B K M", "far_sum": "state B K M V+1"},
+    **{"offset_weight": "float? maps D", "offset_bias": "float? maps"},
+    **{"alive": "bool? B|1 S", "fold": "bool? B|1 S", "sink_seen": "int64? B|1 T"},
+    **{"far_max": "state? B K M", "far_sum": "state? B K M V+1"},
 }
 LINEAR = {
     **QKV,
-    **{"weight": "float maps M D", "log_weight": "float B K S", "alive": "bool B|1 S"},
-    **{"far_max": "state B K 1", "far_sum": "state B K M V+1"},
+    **{"weight": "float? maps M D", "log_weight": "float? B K S", "alive": "bool? B|1 S"},
+    **{"far_max": "state? B K 1", "far_sum": "state? B K M V+1"},
 }
 SAVED = {"grad_out": "input B H T V", "out": "input B H T V"}
 FAVOR_SAVED = {
     **SAVED,
     **{"lognorm": "state B H T 2", "borders_max": "state borders B K M", "borders_sum": "state borders B K M V+1"},
-    "grad_far_sum": "state B K M V+1",
+    "grad_far_sum": "state? B K M V+1",
 }
 LINEAR_SAVED = {
     **SAVED,
     **{"normaliser": "state B H T", "borders_max": "state borders B K 1", "borders_sum": "state borders B K M V+1"},
-    "grad_far_sum": "state B K M V+1",
+    "grad_far_sum": "state? B K M V+1",
 }
 BUCKETS = {
     **{"q": "input B H T D", "k": "input B K T D", "v": "input B K T V"},
@@ -50,9 +50,9 @@ BUCKETS_SAVED = {**SAVED, "log_sum": "log B H T"}
 _SPARSE_QKV = {"q": "input N C D", "k": "input J E D", "v": "input J E V", "blocks": "int64 N W"}
 SPARSE = {
     **_SPARSE_QKV,
-    **{"q_place": "int32 N C", "k_place": "int32 J E", "q_code": "int32 N C R", "k_code": "int32 J E R"},
+    **{"q_place": "int32 N C", "k_place": "int32 J E", "q_code": "int32? N C R", "k_code": "int32? J E R"},
 }
-SPARSE_ALIKE = {**_SPARSE_QKV, "q_place": "int32 C", "k_place": "int32 WE", "alive": "bool J E"}
+SPARSE_ALIKE = {**_SPARSE_QKV, "q_place": "int32 C", "k_place": "int32 WE", "alive": "bool? J E"}
 SPARSE_SAVED = {"grad_out": "input N C V", "grad_log_sum": "log N C", "out": "input N C V", "log_sum": "log N C"}
 
 MAY_BE_EMPTY = ("sinks", "borders")
@@ -62,8 +62,10 @@ RULES = ("none", "norm", "groups")
 class Sizes:
     """What the letters turned out to be."""
 
-    def __init__(self, op: str, q: Tensor, **known: int) -> None:
-        self.op, self.q, self.known = op, q, {"1": 1, "2": 2, **known}
+    def __init__(self, op: str, q: Tensor | None) -> None:
+        if q is None:
+            raise own_checks.missing(op, "q")
+        self.op, self.q, self.known = op, q, {"1": 1, "2": 2}
         checks.dense_layout(op, "q", q)
         if q.dtype not in checks.FLOAT_DTYPES:
             raise own_checks.wrong_dtype(op, "q", q, checks.FLOAT_DTYPES)
@@ -78,12 +80,14 @@ class Sizes:
     def check(self, declared: Declared, tensors: Mapping[str, Tensor | None]) -> None:
         for name, words in declared.items():
             tensor = tensors.get(name)
-            if tensor is None:
-                continue
             kind, *letters = words.split()
+            if tensor is None:
+                if not kind.endswith("?"):
+                    raise own_checks.missing(self.op, name)
+                continue
             bound = len(letters) == tensor.dim() and not tensor.is_nested
             shape = [self._size(letter, tensor.shape[i] if bound else letter) for i, letter in enumerate(letters)]
-            own_checks.tensor(self.op, name, tensor, self._dtypes[kind], shape)
+            own_checks.tensor(self.op, name, tensor, self._dtypes[kind.rstrip("?")], shape)
             own_checks.device(self.op, name, tensor, self.q)
             for letter in letters if 0 in tensor.shape else ():
                 if letter not in MAY_BE_EMPTY and self.known.get(letter) == 0:
@@ -97,7 +101,7 @@ class Sizes:
             return tuple(self.known[other] for other in letter.split("|"))
         if letter == "WE":
             return self.known["W"] * self.known["E"]
-        return self.known.setdefault(letter, found) if isinstance(found, (int, torch.SymInt)) else found
+        return self.known.get(letter, letter) if found is letter else self.known.setdefault(letter, found)
 
 
 def favor(op: str, inputs: Any, options: Any, engines: Mapping[str, Any]) -> Sizes:
@@ -108,6 +112,7 @@ def favor(op: str, inputs: Any, options: Any, engines: Mapping[str, Any]) -> Siz
     sizes.check(FAVOR, tensors)
     _heads(sizes)
     _together(op, tensors, ("far_max", "far_sum"), ("offset_weight", "offset_bias"))
+    _past_of(op, inputs.far_sum, options.causal)
     if sizes["sinks"] and inputs.sink_seen is None:
         raise own_checks.missing(op, "sink_seen")
     checks.choice(op, "rule", m.rule, RULES)
@@ -130,6 +135,7 @@ def linear(op: str, inputs: Any, options: Any, engines: Mapping[str, Any]) -> Si
     sizes.known.setdefault("maps", 1)
     _heads(sizes)
     _together(op, tensors, ("far_max", "far_sum"))
+    _past_of(op, inputs.far_sum, options.causal)
     checks.choice(op, "feature_map", options.feature_map, tuple(ELEMENTWISE))
     _options(sizes, options.chunk, options.root, options.engine, engines, options.causal)
     if options.engine == "cpu" and inputs.log_weight is not None:
@@ -153,8 +159,8 @@ def buckets(op: str, tensors: Mapping[str, Tensor], scale: float, tile: int) -> 
 
 
 def sparse(op: str, tensors: Mapping[str, Any], scale: float) -> Sizes:
-    sizes, blocks = Sizes(op, tensors["q"]), tensors["blocks"]
-    alike = tensors["q_place"].dim() == 1
+    sizes, blocks, q_place = Sizes(op, tensors["q"]), tensors["blocks"], tensors["q_place"]
+    alike = q_place is not None and q_place.dim() == 1
     sizes.check(SPARSE_ALIKE if alike else SPARSE, tensors)
     _together(op, tensors, ("q_code", "k_code"))
     for name in ("q_code", "k_code") if alike else ("alive",):
@@ -170,6 +176,12 @@ def _together(op: str, tensors: Mapping[str, Tensor | None], *pairs: tuple[str, 
     for one, other in pairs:
         if (tensors[one] is None) != (tensors[other] is None):
             raise own_checks.missing(op, one if tensors[one] is None else other)
+
+
+def _past_of(op: str, far_sum: Tensor | None, causal: bool) -> None:
+    """A state is what came before; without an order the engines would differ in what that means."""
+    if far_sum is not None and not causal:
+        raise own_checks.unasked(op, "far_sum", "a state belongs to causal attention")
 
 
 def _query_heads(sizes: Sizes) -> None:

@@ -117,7 +117,8 @@ class _Engine:
         self.map = ELEMENTWISE[options.feature_map]
         self.weight = None if inputs.weight is None else inputs.weight.to(self.p.dtype)
         self.num_features = inputs.k.shape[-1] if self.weight is None else self.weight.shape[1]
-        self.block, self.tile = tile_shape(self.p.batch * self.p.heads, self.num_features, options.chunk)
+        chunk = min(options.chunk, max(self.p.length, self.p.key_length))  # a longer one is padding
+        self.block, self.tile = tile_shape(self.p.batch * self.p.heads, self.num_features, chunk)
 
     def forward(self) -> LinearOutputs:
         p = self.p

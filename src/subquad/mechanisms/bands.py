@@ -23,6 +23,10 @@ class Band(NamedTuple):
     ahead: int
     dilation: int
 
+    def within(self, length: int) -> "Band":
+        """The same band for so many tokens: none of them is further away, and no memory is for those that are."""
+        return Band(*(min(steps, length) for steps in self))
+
 
 def band_attention(
     q: Tensor, k: Tensor, v: Tensor, band: Band, alive: Tensor | None, scale: float
@@ -32,6 +36,7 @@ def band_attention(
     q `[B, H, T, D]` are the last T tokens of k `[B, K, S, D]` and v; alive `[B or 1, S]` bool, or None: all keys.
     """
     (batch, heads, length, _), key_heads, past = q.shape, k.shape[1], k.shape[2] - q.shape[2]
+    band = band.within(k.shape[2])
     groups, reach = heads // key_heads, max(band.back, band.ahead)
     block = min(LARGEST_BLOCK, max(SMALLEST_BLOCK, reach), length)
     unit = block * band.dilation

@@ -48,10 +48,12 @@ def lsh_attention(
     checks.key_mask("lsh", key_mask, k)
     checks.causal_lengths("lsh", causal, q, k)
     checks.self_attention("lsh", q, k)
+    num_buckets = (2 * rotations.shape[3]) ** rotations.shape[2]
+    bucket_checks.not_too_many(num_buckets)
     q, k, v = without_masked(key_mask, q, k, v)
     return attend_in_buckets(
         *(q, k, v, hashed(q, rotations), hashed(k, rotations)),
-        num_buckets=(2 * rotations.shape[3]) ** rotations.shape[2],
+        num_buckets=num_buckets,
         bucket_size=checks.count("lsh", "bucket_size", bucket_size),
         causal=causal,
         key_mask=key_mask,

@@ -69,6 +69,7 @@ def make_options(
 
 def _run(options: StridedOptions, q: Tensor, k: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None) -> Tensor:
     length, dtype = q.shape[2], q.dtype
+    options = options.within(length)
     if key_mask is None:
         return attend(options, in_blocks(q, k, v, None, options.stride), causal)[:, :, :length].to(dtype)
     slots = slots_of(real_index(key_mask, k), key_mask, length)

@@ -19,6 +19,10 @@ class StridedOptions(NamedTuple):
     summary: int
     scale: float
 
+    def within(self, length: int) -> "StridedOptions":
+        """The same pattern for so many tokens: one block holds all of them, and no memory is for more."""
+        return self._replace(stride=min(self.stride, length), summary=min(self.summary, length))
+
 
 class Tokens(NamedTuple):
     """q `[B, H, T, D]`, k and v `[B, K, T, ..]`, whole blocks; counts `[B]`: tokens that are there, None if all are."""

@@ -62,6 +62,12 @@ def tile_shape(heads: int, num_features: int, options: EngineOptions) -> tuple[i
     return block, max(1, tile // block) * block
 
 
+def within_length(options: EngineOptions, length: int) -> EngineOptions:
+    """Options that do the same: a block or tile that is longer than the sequence costs memory for nobody."""
+    most = 2 << (length - 1).bit_length()  # twice the length at least: one tile of whole near blocks holds it all
+    return options._replace(near=min(options.near, length), chunk=min(options.chunk, most))
+
+
 def border_count(length: int, heads: int, num_features: int, options: EngineOptions) -> int:
     """How many states the forward keeps for the backward."""
     if not options.borders:
@@ -75,6 +81,7 @@ def border_count(length: int, heads: int, num_features: int, options: EngineOpti
 class FavorProblem(Problem):
     def __init__(self, inputs: FavorInputs, options: EngineOptions, want_map_gradients: bool = False) -> None:
         super().__init__(inputs.q, inputs.k, inputs.v, inputs.alive, options.scale**0.5)
+        options = within_length(options, max(self.length, self.key_length))
         self.inputs, self.options = inputs, options
         self.features = LogFeatures(inputs.map, self.dtype, options.gaussian, want_map_gradients)
         self.num_features = inputs.map.num_features

@@ -1,0 +1,154 @@
+"""Calls of `torch.ops.subquad.*`, which nobody is meant to call and everybody can: for `hostile_calls.py`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hostile_judging import double, judge
+from hostile_values import DTYPES, Dice
+
+
+class Operators(Dice):
+    def operator(self) -> None:
+        call = self.rng.choice((*[self.favor_operator, self.linear_operator] * 2, self.sparse_operators))
+        self.say(call.__name__)
+        call()
+
+    def _inputs(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        rng = self.rng
+        batch, heads, groups = (rng.choice((1, 2)) for _ in range(3))
+        length = rng.choice((1, 5, 70))
+        dim, value_dim = rng.choice((1, 4, 16)), rng.choice((1, 3, 16))
+        dtype = rng.choice((torch.float32, *DTYPES))
+        sizes = {"batch": batch, "heads": heads, "length": length, "dim": dim, "value_dim": value_dim, "dtype": dtype}
+        tensors = {
+            "q": self.normal(batch, heads * groups, length, dim).to(dtype),
+            "k": self.normal(batch, heads, length, dim).to(dtype),
+            "v": self.normal(batch, heads, length, value_dim).to(dtype),
+        }
+        self.say(sizes, groups)
+        return tensors, sizes
+
+    def _state(self, sizes: dict[str, Any], maxima: int, features: int) -> dict[str, Any]:
+        if self.rng.random() < 0.5:
+            return {"far_max": None, "far_sum": None}
+        heads = sizes["batch"], sizes["heads"]
+        dtype = torch.promote_types(sizes["dtype"], torch.float32)
+        far_max = self.normal(*heads, maxima) if maxima > 1 else torch.zeros(*heads, maxima)
+        return {
+            "far_max": far_max.to(dtype),
+            "far_sum": self.normal(*heads, features, sizes["value_dim"] + 1).abs().to(dtype),
+        }
+
+    def favor_operator(self) -> None:
+        rng = self.rng
+        tensors, sizes = self._inputs()
+        features, near, sinks = rng.choice((1, 8, 40)), rng.choice((0, 0, 4, 90)), rng.choice((0, 0, 2))
+        maps = rng.choice((1, sizes["heads"]))
+        tensors["sink_k"], tensors["sink_v"] = tensors["k"][:, :, :sinks], tensors["v"][:, :, :sinks]
+        shapes = ((maps, features, sizes["dim"]),) * 2 + ((maps, features),)
+        tensors |= {n: self.normal(*s).float() for n, s in zip(("query", "key", "key_bias"), shapes, strict=True)}
+        offset = rng.random() < 0.3
+        tensors["offset_weight"] = self.normal(maps, sizes["dim"]).float() if offset else None
+        tensors["offset_bias"] = self.normal(maps).float() if offset else None
+        mask = torch.rand(rng.choice((1, sizes["batch"])), sizes["length"], generator=self.generator) < 0.8
+        tensors |= {"alive": rng.choice((None, mask)), "fold": None}
+        seen = torch.arange(1, sizes["length"] + 1).clamp(max=sinks)[None]
+        tensors["sink_seen"] = seen if tensors["sink_k"].shape[2] else None
+        tensors |= self._state(sizes, features, features)
+        options = {
+            "rule": rng.choice(("none", "norm")),
+            "groups": 1,
+            "near": near,
+            "causal": rng.random() < 0.7,
+            "scale": 0.5,
+        }
+        options |= {
+            "gaussian": rng.random() < 0.3,
+            "chunk": rng.choice((0, 3, 100)),
+            "borders": True,
+            "engine": rng.choice(("cpu", "torch")),
+        }
+        if not options["causal"]:
+            tensors |= {"far_max": None, "far_sum": None}
+        self._run_operator("favor", tensors, options, 5)
+
+    def linear_operator(self) -> None:
+        rng = self.rng
+        tensors, sizes = self._inputs()
+        features = rng.choice((None, 5, 40))
+        tensors["weight"] = (
+            None if features is None else self.normal(rng.choice((1, sizes["heads"])), features, sizes["dim"]).float()
+        )
+        tensors["log_weight"] = None
+        mask = torch.rand(rng.choice((1, sizes["batch"])), sizes["length"], generator=self.generator) < 0.8
+        tensors["alive"] = rng.choice((None, mask))
+        tensors |= self._state(sizes, 1, features or sizes["dim"])
+        options = {"feature_map": rng.choice(("elu1", "softplus")), "causal": rng.random() < 0.7, "root": 0.7}
+        options |= {"chunk": rng.choice((0, 3, 100)), "borders": True, "engine": rng.choice(("cpu", "torch"))}
+        if not options["causal"]:
+            tensors |= {"far_max": None, "far_sum": None}
+        self._run_operator("linear", tensors, options, 3)
+
+    def _run_operator(self, name: str, tensors: dict[str, Any], options: dict[str, Any], inputs: int) -> None:
+        given, chosen = self.spoil(tensors), self.spoil_options(options)
+        forward = getattr(torch.ops.subquad, f"{name}_forward")
+        saved = forward(*given.values(), *chosen.values())
+        if any(t.is_meta for t in saved):
+            return
+        exact_inputs = {
+            n: double(t) if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in given.items()
+        }
+        exact_options = chosen | {"engine": "torch"}
+        exact = forward(*exact_inputs.values(), *exact_options.values())
+        if chosen.get("scale", 1) > 1 or chosen.get("root", 1) > 1:
+            return  # float32 has no digits for such logits
+        judge("output", saved[0], exact[0])
+        judge("far_sum", saved[5], exact[5])
+        if not chosen["borders"]:
+            return
+        grad = self.normal(*saved[0].shape).to(saved[0].dtype)
+        grad_state = (
+            self.normal(*saved[5].shape).to(saved[5].dtype) if saved[5].numel() and self.rng.random() < 0.5 else None
+        )
+        kept = {
+            "grad_out": grad,
+            "out": saved[0],
+            "normaliser": saved[1],
+            "borders_max": saved[2],
+            "borders_sum": saved[3],
+        }
+        plain = kept | {"grad_far_sum": grad_state}
+        kept = self.spoil(plain, 2)
+        backward = getattr(torch.ops.subquad, f"{name}_backward")
+        got = backward(*kept.values(), True, *given.values(), *chosen.values())
+        if all(given is right for given, right in zip(kept.values(), plain.values(), strict=True)):
+            grads = (grad.double(), *exact[:4], None if grad_state is None else grad_state.double())
+            want = backward(*grads, True, *exact_inputs.values(), *exact_options.values())
+            if grad.dtype not in (torch.float32, torch.float64):
+                return  # the output that the backward starts from is rounded
+            size = max(t.norm().item() for t in (grad, *want[:inputs]))
+            for place, (g, w) in enumerate(zip(got[:inputs], want[:inputs], strict=True)):
+                judge(f"gradient {place}", g, w, size)
+
+    def sparse_operators(self) -> None:
+        """Called by nobody but window, lsh, ...; wrong calls must not get through."""
+        tensors, _ = self._inputs()
+        q, k, _ = tensors.values()
+        shape = (2, q.shape[0], q.shape[1], q.shape[2])
+        codes = torch.randint(-1, 3, shape, generator=self.generator, dtype=torch.int32)
+        codes = {"q_code": codes, "k_code": codes[:, :, :: q.shape[1] // k.shape[1]].contiguous()}
+        if self.rng.random() < 0.5:
+            given = self.spoil(tensors | codes)
+            chosen = self.spoil_options({"causal": True, "scale": 0.5, "tile": 4})
+            torch.ops.subquad.bucket_forward(*given.values(), *chosen.values())
+            return
+        tiles = {n: t.float().reshape(-1, *t.shape[2:]) for n, t in tensors.items()}
+        count, length = tiles["k"].shape[:2]
+        blocks = torch.randint(-1, count + 2, (tiles["q"].shape[0], 2), generator=self.generator)
+        place = torch.arange(length, dtype=torch.int32)
+        pairs = {"blocks": blocks, "q_place": place.repeat(tiles["q"].shape[0], 1), "k_place": place.repeat(count, 1)}
+        given = self.spoil(tiles | pairs | {"q_code": None, "k_code": None, "alive": None})
+        chosen = self.spoil_options({"a": -5, "b": 5, "c": 0, "d": 0, "e": 0, "f": False, "scale": 0.5})
+        torch.ops.subquad.sparse_forward(*given.values(), *chosen.values())

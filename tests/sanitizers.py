@@ -1,0 +1,32 @@
+"""A C++ engine under AddressSanitizer and UndefinedBehaviorSanitizer, and the environment of a process that uses it."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from subquad.kernels.cpu import build, library
+
+FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1")
+
+
+def sanitized_environment(folder: Path) -> dict[str, str]:
+    """Builds the engine in `folder`."""
+    for source in library.FOLDER.glob("*.[hc]pp"):
+        shutil.copy(source, folder)
+    command = build.compiler()
+    assert command is not None
+    engine = build.compile_engine(folder, "generic", command, FLAGS)
+    assert isinstance(engine, Path), engine
+    # the C++ library too: the sanitizer looks for what throws when it starts, and torch throws
+    libraries = ("libasan.so", "libstdc++.so.6")
+    preload = [_output([*command, f"-print-file-name={name}"]) for name in libraries]
+    return os.environ | {
+        "SUBQUAD_CPU": str(engine),
+        "LD_PRELOAD": ":".join(preload),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
+    }
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
