@@ -21,7 +21,7 @@ from threading import Lock
 from typing import Any
 
 from change import Change
-from covered import KEPT, PACKAGE, Records, record, suites
+from covered import KEPT, NO_TESTS, PACKAGE, Records, record, suites
 from native_changes import native_changes
 from python_changes import python_changes
 from run import ROOT, rebuild, run_tests
@@ -29,7 +29,7 @@ from run import ROOT, rebuild, run_tests
 from subquad.kernels.cpu.build import fingerprint
 
 ENGINE = PACKAGE / "kernels" / "cpu"
-NOT_FOUND, NO_TESTS = 4, 5  # pytest's codes where it is given a test that there is not, or none
+NOT_FOUND = 4  # pytest's code where it is given a test that there is not
 SAME_BYTES = ("-Wl,--build-id=none",) if sys.platform == "linux" else ()  # for the same code
 BAD_MEMORY_ACCESS = ["-m", "full", "tests/test_native.py::test_no_bad_memory_access_and_no_undefined_behaviour"]
 NO_MUTANT = ("does not compile", "same code")  # another line is drawn instead
