@@ -9,7 +9,9 @@ import argparse
 import ast
 import json
 import random
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +32,7 @@ from subquad.kernels.cpu.build import fingerprint
 
 ENGINE = PACKAGE / "kernels" / "cpu"
 NOT_FOUND = 4  # pytest's code where it is given a test that there is not
+MEMORY = 12 << 30  # bytes of addresses
 SAME_BYTES = ("-Wl,--build-id=none",) if sys.platform == "linux" else ()  # for the same code
 BAD_MEMORY_ACCESS = ["-m", "full", "tests/test_native.py::test_no_bad_memory_access_and_no_undefined_behaviour"]
 NO_MUTANT = ("does not compile", "same code")  # another line is drawn instead
@@ -96,20 +99,29 @@ def verdict(change: Change, records: Records) -> str:
                 return "does not compile"
             if machine_code(made, path.parent) == unchanged_code():
                 return "same code"
-        found = noticed(root, tests, 300 + 5 * seconds)  # others may compute beside us
-        return noticed(root, BAD_MEMORY_ACCESS, 1800) if native and found == "SURVIVED" else found
+        found = noticed(root, tests, 60 + 3 * seconds, MEMORY)
+        return noticed(root, BAD_MEMORY_ACCESS, 1800, None) if native and found == "SURVIVED" else found
 
 
-def noticed(root: Path, tests: list[str], timeout: float) -> str:
+def noticed(root: Path, tests: list[str], timeout: float, memory: int | None) -> str:
+    """What the tests say. Endless loops may take all time and memory; sanitizers reserve more than there is."""
+
+    def limit() -> None:
+        if memory is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+
+    def code(tests: list[str]) -> int:
+        return run_tests(root, root / "src", tests, timeout=timeout, preexec_fn=limit).returncode
+
     try:
-        code = run_tests(root, root / "src", tests, timeout).returncode
-        if code == NOT_FOUND:  # tests got other names, or their file cannot be imported
-            code = run_tests(root, root / "src", sorted({test.split("::")[0] for test in tests}), timeout).returncode
+        ended = code(tests)
+        if ended == NOT_FOUND:  # tests got other names, or their file cannot be imported
+            ended = code(sorted({test.split("::")[0] for test in tests}))
     except subprocess.TimeoutExpired:
         return "killed, never ends"
-    if code in (NOT_FOUND, NO_TESTS):
-        raise RuntimeError(f"pytest finds nothing to run of {tests[:3]} ...")
-    return {0: "SURVIVED", 1: "killed"}.get(code, f"killed, pytest ended with {code}")
+    if ended in (NOT_FOUND, NO_TESTS, -signal.SIGKILL):
+        raise RuntimeError(f"pytest ended with {ended}, which tells nothing, on {tests[:3]} ...")
+    return {0: "SURVIVED", 1: "killed"}.get(ended, f"killed, pytest ended with {ended}")
 
 
 class Results:

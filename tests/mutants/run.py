@@ -9,6 +9,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from buckets_mutants import BUCKETS
 from core_mutants import CORE
@@ -35,13 +36,11 @@ ROOT = Path(__file__).parent.parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full"]
 
 
-def run_tests(
-    root: Path, source: Path, tests: list[str], timeout: float | None = None
-) -> subprocess.CompletedProcess[str]:
-    """pytest in the tree `root`, on the package in `source`."""
+def run_tests(root: Path, source: Path, tests: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """pytest in the tree `root`, on the package in `source`; options are those of `subprocess.run`."""
     environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [*PYTEST, *tests], cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=timeout
+        [*PYTEST, *tests], cwd=root, env=environment, capture_output=True, text=True, check=False, **options
     )
 
 
