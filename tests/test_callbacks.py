@@ -2,26 +2,21 @@
 
 import io
 import math
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from transformers import TrainerControl, TrainerState
 
+from stopped_clock import Clock
 from subquad.training import callbacks
-from subquad.training.callbacks import Recorder, RichProgress, Speed, describe
+from subquad.training.callbacks import Recorder, RichProgress, Speed, StopOnSignal, describe
 from subquad.training.metrics import MetricsFile
-
-
-class Clock:
-    """Stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -46,6 +41,49 @@ def after_two_steps(clock: Clock) -> Speed:
         tell(speed, "on_step_end")
         clock.now += 8
     return speed
+
+
+# Signals --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_signal_stops_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    done: list[tuple[Any, ...]] = []
+    stop = StopOnSignal()
+    stop._note(signal.SIGTERM, None)
+    assert stop.received == signal.SIGTERM
+    assert capfd.readouterr().err == "\nfinishing the step and saving; once more stops at once\n"
+    monkeypatch.setattr(callbacks.signal, "signal", lambda *what: done.append(what))
+    monkeypatch.setattr(callbacks.os, "kill", lambda *what: done.append(what))
+    stop._note(signal.SIGINT, None)
+    assert done == [(signal.SIGINT, signal.SIG_DFL), (os.getpid(), signal.SIGINT)]
+
+
+@pytest.mark.parametrize(("mine", "others", "agreed"), [(None, 0, None), (None, 15, 15), (2, 0, 2), (2, 15, 15)])
+def test_ranks_stop_together(
+    mine: int | None, others: int, agreed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def all_reduce(seen: torch.Tensor, op: object) -> None:
+        assert op == callbacks.dist.ReduceOp.MAX
+        seen.clamp_(min=others)
+
+    monkeypatch.setattr(callbacks.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(callbacks.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(callbacks.dist, "all_reduce", all_reduce)
+    assert callbacks._agree(mine, torch.device("cpu")) == agreed
+
+
+def test_signals_are_left_alone_in_other_threads() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen: list[Any] = []
+
+    def work() -> None:
+        with StopOnSignal():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]
 
 
 # Speed ----------------------------------------------------------------------------------------------------------------

@@ -158,6 +158,7 @@ def test_cache_repeats_and_selects() -> None:
 
 def test_the_cache_says_how_long_a_mask_must_be() -> None:
     cache = SubquadCache(2)
+    assert cache.layers[0].get_max_length() == -1  # there is no end
     assert cache.get_mask_sizes(7, 0) == (7, 0)
     make(attention="favor")(random_ids(2, 7), past_key_values=cache, use_cache=True)
     for layer in (0, 1):
