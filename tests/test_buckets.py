@@ -362,6 +362,14 @@ ERRORS = {
         lambda: lsh_attention(x, x[:, :, :3], x[:, :, :3], draw_rotations(8)),
         "lsh: compares positions, so it needs as many queries as keys, got 6 and 3",
     ),
+    "cross in clusters": (
+        lambda: cluster_attention(x, x[:, :, :3], x[:, :, :3], torch.randn(1, 3, 8)),
+        "cluster: compares positions, so it needs as many queries as keys, got 6 and 3",
+    ),
+    "update with fewer keys": (
+        lambda: ClusterAttention(8).update(x, x[:, :, :3]),
+        "cluster: compares positions, so it needs as many queries as keys, got 6 and 3",
+    ),
     "shared heads": (
         lambda: SelfAttention(16, 4, num_key_value_heads=2, shared_qk=True),
         "attention layer: shared_qk=True makes keys of the queries, so num_key_value_heads must be num_heads, "

@@ -2,8 +2,10 @@
 
 import copy
 import gc
+import json
 import weakref
 from collections import UserDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ from torch import Tensor
 import subquad
 from fitted import brief
 from subquad import FavorAttention
+from subquad.calibration import CalibrationReport, LayerReport, training
 from subquad.calibration.errors import head_errors
 from subquad.calibration.fitting import split
 from subquad.calibration.heads import Heads, collect
+from subquad.calibration.moments import far_pairs
 from subquad.calibration.training import _far_mass, start_features, train_features
 from subquad.errors import CalibrationError, UncalibratedWarning
 from subquad.features import Proposal
@@ -173,6 +177,59 @@ def test_training_lowers_the_error() -> None:
     before = head_errors(attention, heads).mean()
     train_features(attention, heads, steps=40, seed=0)
     assert head_errors(attention, heads).mean() < 0.9 * before
+
+
+def test_training_tells_every_step() -> None:
+    attention = layer(8, estimator="softmax")
+    told: list[int] = []
+    heads = [Heads(*stretched(0), True, None, attention.options.scale)]
+    train_features(attention, heads, steps=3, seed=0, progress=told.append)
+    assert told == [1, 1, 1]
+
+
+def test_a_step_takes_as_many_sequences_as_make_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = Heads(*(torch.arange(5.0).view(5, 1, 1, 1).expand(5, 1, 10, 1) for _ in "qkv"), False, None, 1.0)
+    generator = torch.Generator().manual_seed(0)
+    for tokens, count in ((1, 1), (19, 1), (20, 2), (49, 4)):
+        monkeypatch.setattr(training, "TOKENS_PER_STEP", tokens)
+        some, want = training._some_sequences(heads, heads.v, generator)
+        chosen = some.q[:, 0, 0, 0].tolist()
+        assert len(set(chosen)) == len(chosen) == count
+        assert torch.equal(want, some.q)
+    monkeypatch.setattr(training, "TOKENS_PER_STEP", 50)
+    assert training._some_sequences(heads, heads.v, generator)[0] is heads
+
+
+def test_far_mass_of_the_gaussian_kernel() -> None:
+    """What a key brings is exp(-|x - y|^2 / 2); that of the query cancels, like everything common to a row."""
+    attention = layer(8, estimator="softmax", kernel="gaussian")
+    q, k, v = (t.double() for t in stretched(0))
+    scale = attention.options.scale
+    rows = torch.arange(LENGTH)
+    _, missing, weight = _far_mass(attention, Heads(q, k, v, True, None, scale, gaussian=True), rows)
+    x, y = q * scale**0.5, k * scale**0.5
+    shift = (y.square().sum(-1) / 2)[:, :, None]
+    far = far_pairs(attention, Heads(q, k, v, True, None, scale), rows)
+    visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    logits = (x @ y.mT - shift).masked_fill(~visible, -torch.inf)
+    exact = logits.masked_fill(~far, -torch.inf).logsumexp(-1)
+    share = (exact - logits.logsumexp(-1)).exp()
+    some = (far & visible).any(-1).expand_as(exact)
+    assert_close(weight[some], (share * (1 - share) + 1e-3)[some], 1e-9)
+    estimate = training._log_softmax_estimate(x, y, attention.feature_map) - shift
+    guess = estimate.masked_fill(~(far & visible), -torch.inf).logsumexp(-1)
+    assert_close(missing[some], (exact - guess)[some], 1e-9)
+
+
+def test_reports_are_saved(tmp_path: Path) -> None:
+    report = CalibrationReport("sharp", True, (LayerReport("a", 8, (0.5, 0.25), (0.125, 0.25)),))
+    report.save(tmp_path / "report.json")
+    assert json.loads((tmp_path / "report.json").read_text()) == {
+        "estimator": "sharp",
+        "held_out": True,
+        "layers": [{"name": "a", "num_features": 8, "before": [0.5, 0.25], "after": [0.125, 0.25]}],
+    }
+    assert (report.mean_before, report.mean_after) == (0.375, 0.1875)
 
 
 # Heads that are out of the ordinary ----------------------------------------------------------------------------------

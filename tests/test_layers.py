@@ -53,6 +53,14 @@ def test_multihead_unbatched_and_cross() -> None:
     assert_close(ours(x, key, value)[0], theirs(x, key, value)[0], 1e-12)
 
 
+def test_a_padding_mask_of_floats_is_that_of_bools() -> None:
+    theirs, ours = pair(batch_first=True)
+    floats = torch.zeros(padding.shape, dtype=x.dtype).masked_fill(padding, -torch.inf)
+    got = ours(x, x, x, key_padding_mask=floats)[0]
+    assert torch.equal(got, ours(x, x, x, key_padding_mask=padding)[0])
+    assert_close(got, theirs(x, x, x, key_padding_mask=floats)[0], 1e-12)
+
+
 def test_causal_flag_is_the_causal_mask() -> None:
     _, ours = pair(batch_first=True)
     assert torch.equal(ours(x, x, x, is_causal=True)[0], ours(x, x, x, attn_mask=upper)[0])

@@ -156,6 +156,15 @@ def test_cache_repeats_and_selects() -> None:
     assert_close(model(ids, past_key_values=cache, use_cache=True).logits, model(ids).logits, 1e-9)
 
 
+def test_the_cache_says_how_long_a_mask_must_be() -> None:
+    cache = SubquadCache(2)
+    assert cache.layers[0].get_max_length() == -1  # there is no end
+    assert cache.get_mask_sizes(7, 0) == (7, 0)
+    make(attention="favor")(random_ids(2, 7), past_key_values=cache, use_cache=True)
+    for layer in (0, 1):
+        assert cache.get_mask_sizes(3, layer) == (10, 0)  # all tokens so far and the new ones, from the first on
+
+
 # Saving ---------------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """Rows from any Gaussian estimate the same thing: means, variances, and what calibration makes of real pairs."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from subquad import FavorAttention
 from subquad.calibration import moments as moments_module
 from subquad.calibration.heads import Heads
 from subquad.calibration.moments import Moments, balancing, fitted_proposal, pair_moments, transformed
-from subquad.features import Proposal, draws
+from subquad.errors import SubquadError
+from subquad.features import Proposal, draw_feature_map, draws
 from subquad.features.positive import draw_rows
 from subquad.features.proposals import isotropic, prior, shaped, widening
 from subquad.testing import assert_close
@@ -209,3 +211,30 @@ def test_balancing_makes_queries_and_keys_alike(monkeypatch: pytest.MonkeyPatch)
     before = found.means()
     trace = [m.xx.diagonal(dim1=1, dim2=2).sum() + m.yy.diagonal(dim1=1, dim2=2).sum() for m in (before, moved)]
     assert trace[1] < trace[0]
+
+
+WRONG_PROPOSALS = {
+    "another estimator": (
+        {"estimator": "hyperbolic", "num_heads": 2},
+        some_proposal(2, D),
+        "favor: a proposal goes with estimator='positive', got 'hyperbolic'",
+    ),
+    "heads": ({"num_heads": 3}, some_proposal(2, D), f"favor: mean of the proposal must be [3, {D}], got [2, {D}]"),
+    "dims": (
+        {"num_heads": 2},
+        some_proposal(2, D)._replace(root=torch.eye(D)[None]),
+        f"favor: root of the proposal must be [2, {D}, {D}], got [1, {D}, {D}]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "proposal", "message"), WRONG_PROPOSALS.values(), ids=WRONG_PROPOSALS)
+def test_proposals_that_do_not_fit(options: dict[str, Any], proposal: Proposal, message: str) -> None:
+    with pytest.raises(SubquadError) as caught:
+        draw_feature_map(D, 8, proposal=proposal, **options)
+    assert str(caught.value) == message
+
+
+def test_a_feature_map_knows_its_sizes() -> None:
+    drawn = draw_feature_map(D, 9, num_heads=2, proposal=some_proposal(2, D))
+    assert (drawn.head_dim, drawn.num_features, len(drawn.query)) == (D, 9, 2)

@@ -85,3 +85,15 @@ def test_a_function_may_return_tiny_features(backend: str) -> None:
     assert not bool(out.any())
     for grad in torch.autograd.grad(out.sum(), leaves, allow_unused=True, materialize_grads=True):
         assert bool(grad.isfinite().all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sums_that_are_tiny_although_features_are_not(backend: str) -> None:
+    """The large feature of a query meets keys that have none; the rest is below what can be divided by."""
+    attention = LinearAttention(2, feature_map="relu", backend=backend)
+    q, k = torch.tensor([1.0, 1e-20]).expand(1, 1, 3, 2), torch.tensor([0.0, 1e-20]).expand(1, 1, 3, 2)
+    leaves = [t.clone().requires_grad_() for t in (q, k, torch.randn(1, 1, 3, 2))]
+    out = attention(*leaves, causal=True)
+    assert not bool(out.any())
+    for grad in torch.autograd.grad(out.sum(), leaves):
+        assert not bool(grad.any())

@@ -207,10 +207,35 @@ def test_engine_against_pairs_one_by_one(rounds: int, rule: Rule) -> None:
         assert_close(g, w, 1e-12, f"gradient of {name}")
 
 
+@pytest.mark.parametrize("rule", [Rule(), Rule(place_low=-1, place_high=2), Rule(-3, 3, skip_self=True)])
+def test_tiles_that_look_alike_are_tiles_with_equal_labels(rule: Rule) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(*shape, 7, dtype=torch.float64, generator=generator) for shape in ((3, 4), (6, 3), (6, 3)))
+    q_place, k_place = (torch.randint(0, 4, (n,), dtype=torch.int32, generator=generator) for n in (4, 6))
+    alive = torch.ones(6, 3, dtype=torch.bool)
+    alive[1, 2] = alive[4, 0] = False
+    blocks = torch.arange(6).view(3, 2)  # each is met once, so that it can have labels of its own
+    alike = Pairs(blocks, q_place, k_place, alive=alive)
+    of_blocks = k_place.view(2, 3).repeat(3, 1).masked_fill(~alive, ABSENT_KEY)
+    labelled = Pairs(blocks, q_place.expand(3, -1).contiguous(), of_blocks)
+    got, want = (sparse_attention(q, k, v, pairs, rule, 0.6) for pairs in (alike, labelled))
+    for one, other in zip(got, want, strict=True):
+        assert_close(one.masked_fill(one == -torch.inf, 0), other.masked_fill(other == -torch.inf, 0), 1e-12)
+
+
 def test_engine_passes_opcheck() -> None:
     tensors, pairs = some_pairs(3)
     torch.library.opcheck(
         torch.ops.subquad.sparse_forward.default, (*tensors, *pairs, *Rule(round=1), 0.5), raise_exception=True
+    )
+
+
+def test_modules_say_what_they_are() -> None:
+    assert repr(WindowAttention(8, 4, dilation=3, global_tokens=2)) == (
+        "WindowAttention(head_dim=8, window=4, dilation=3, global_tokens=2, scale=0.3536)"
+    )
+    assert repr(WindowAttention(4, 6, dilation=[1, 2], scale=0.25)) == (
+        "WindowAttention(head_dim=4, window=6, dilation=[1, 2], global_tokens=0, scale=0.25)"
     )
 
 

@@ -23,3 +23,11 @@ def is_command() -> bool:
     words = sys.orig_argv
     as_module = "-m" in words and words[words.index("-m") + 1 :][:1] == ["subquad"]
     return as_module or Path(sys.argv[0]).stem == "subquad"
+
+
+def policy() -> str:
+    """In words, for `subquad doctor`."""
+    chosen = os.environ.get(VARIABLE)
+    if chosen is None:
+        return f"spin, which is slow beside other processes; {VARIABLE}={POLICY} lets them sleep"
+    return f"{'sleep' if chosen.lower() == POLICY else 'spin'} ({VARIABLE}={chosen})"

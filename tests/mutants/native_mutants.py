@@ -151,13 +151,6 @@ NATIVE = (
         native("linear-relu2 and gradients_equal"),
     ),
     Mutant(
-        "a small sum is inverted all the same",
-        CPU + "forward.hpp",
-        "if (std::isinf(inverse))",
-        "if (false)",
-        native("too_small_to_be_inverted"),
-    ),
-    Mutant(
         "tiny sums meet tiny features before the gradient",
         CPU + "backward.hpp",
         "store(x, load(x) * load(r_.unit + t));",

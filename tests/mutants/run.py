@@ -9,10 +9,12 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from buckets_mutants import BUCKETS
 from core_mutants import CORE
 from diagnose_mutants import DIAGNOSE
+from drawn_mutants import DRAWN
 from files_mutants import FILES
 from fitted_mutants import FITTED
 from kernel_approximation_mutants import KERNEL_APPROXIMATION
@@ -20,6 +22,7 @@ from linformer_mutants import LINFORMERS
 from model_mutants import MODELS
 from mutant import Mutant
 from native_mutants import NATIVE
+from numbers_mutants import NUMBERS
 from rich.console import Console
 from rich.progress import Progress
 from strided_mutants import STRIDED
@@ -29,18 +32,23 @@ from subquad.kernels.cpu import build, library
 
 MUTANTS = (
     *(*CORE, *FITTED, *LINFORMERS, *MODELS, *NATIVE, *WINDOW, *STRIDED, *BUCKETS),
-    *(*KERNEL_APPROXIMATION, *DIAGNOSE, *FILES),
+    *(*KERNEL_APPROXIMATION, *DIAGNOSE, *FILES, *DRAWN, *NUMBERS),
 )
 ROOT = Path(__file__).parent.parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full"]
 
 
+def run_tests(root: Path, source: Path, tests: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """pytest in the tree `root`, on the package in `source`; options are those of `subprocess.run`."""
+    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*PYTEST, *tests], cwd=root, env=environment, capture_output=True, text=True, check=False, **options
+    )
+
+
 def red(source: Path, tests: str) -> bool:
     """Whether the tests fail on the package in `source`; anything but plain failure or success is an error."""
-    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*PYTEST, *shlex.split(tests)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    done = run_tests(ROOT, source, shlex.split(tests))
     if done.returncode not in (0, 1):
         raise RuntimeError(f"pytest {tests} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-500:]}")
     return done.returncode == 1
@@ -57,18 +65,16 @@ def killed(mutant: Mutant) -> bool:
                 f"{mutant.name}: its text stands {text.count(mutant.old)} times in {mutant.path}, not once"
             )
         path.write_text(text.replace(mutant.old, mutant.new))
-        if path.suffix == ".hpp":
-            rebuild(path.parent)
+        if path.suffix == ".hpp" and isinstance(made := rebuild(path.parent), str):
+            sys.exit(f"the mutant does not compile:\n{made[-2000:]}")
         return red(source, mutant.tests)
 
 
-def rebuild(folder: Path) -> None:
-    """The library this machine would load."""
+def rebuild(folder: Path, *extra: str) -> Path | str:
+    """The library this machine would load, or what the compiler had to say."""
     command = build.compiler()
     assert command is not None
-    made = build.compile_engine(folder, library.wanted_machine(), command)
-    if not isinstance(made, Path):
-        sys.exit(f"the mutant does not compile:\n{made[-2000:]}")
+    return build.compile_engine(folder, library.wanted_machine(), command, extra)
 
 
 def main() -> int:

@@ -56,6 +56,7 @@ def doctor() -> int:
 def _facts() -> dict[str, str]:
     import torch
 
+    from subquad import waiting
     from subquad.kernels.cpu import library
     from subquad.kernels.cpu.library import Library
 
@@ -68,6 +69,7 @@ def _facts() -> dict[str, str]:
         "torch": f"{torch.__version__}, {threads}, {torch.backends.cpu.get_cpu_capability()}",
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "native CPU engine": engine,
+        "idle threads": waiting.policy(),
     }
     return facts | {name: _version_of(name) for name in OPTIONAL}
 

@@ -1,0 +1,152 @@
+"""What the demonstration says, from made-up results."""
+
+import io
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from subquad.bench import DecodeCost, Timing
+from subquad.cli import main
+from subquad.cli.demo import CONTEXTS, _table, _verdict
+
+demo = sys.modules["subquad.cli.demo"]  # the package's name for it is the command
+
+RESULTS: dict[str, Any] = {
+    name: {
+        "unigram_loss": math.log(20),
+        "unigram_accuracy": 0.09876,
+        "metrics": {"eval_perplexity": perplexity, "eval_accuracy": perplexity / 100},
+        "seconds_per_step": seconds,
+        "peak_memory": memory,
+    }
+    for name, perplexity, seconds, memory in (("softmax", 16.0, 0.8, 2_345_678_900), ("favor", 16.4, 0.5, None))
+}
+COSTS = {
+    "softmax": [
+        DecodeCost(1024, Timing((0.001, 0.002, 0.003)), 1_000_000),
+        DecodeCost(16_384, Timing((0.02,)), 16_000_000),
+    ],
+    "favor": [DecodeCost(1024, Timing((0.001,)), 250_000), DecodeCost(16_384, Timing((0.0012,)), 250_000)],
+}
+
+
+def rows_of(table: Any) -> list[list[str]]:
+    out = io.StringIO()
+    Console(file=out, width=200).print(table)
+    lines = [line for line in out.getvalue().splitlines() if line[:1] in "│┃"]
+    return [[cell.strip() for cell in line.strip("│┃").replace("┃", "│").split("│")] for line in lines]
+
+
+def test_the_table() -> None:
+    table = _table(RESULTS, COSTS)
+    assert [column.justify for column in table.columns] == ["left", "right", "right", "right"]
+    assert rows_of(table) == [
+        ["", "unigram", "softmax", "favor"],
+        ["held-out perplexity", "20.000", "16.000", "16.400"],
+        ["held-out accuracy", "9.88 %", "16.00 %", "16.40 %"],
+        ["seconds per step", "", "0.800", "0.500"],
+        ["peak memory, training", "", "2,345.7 MB", "unknown"],
+        ["decoding at 1,024", "", "500 tokens/s", "1,000 tokens/s"],
+        ["cache at 1,024", "", "1.0 MB", "0.2 MB"],
+        ["decoding at 16,384", "", "50 tokens/s", "833 tokens/s"],
+        ["cache at 16,384", "", "16.0 MB", "0.2 MB"],
+    ]
+
+
+def test_the_verdict() -> None:
+    assert _verdict(RESULTS, COSTS) == (
+        "Perplexity below the unigram baseline: exact 20.0 %, favor 18.0 %; favor against exact: +2.50 %.\n"
+        "A training step with favor takes 1/1.60 of the time. Its decoding at 16,384 tokens takes 1.20 times what it "
+        "takes at 1,024."
+    )
+    resumed = {**RESULTS, "softmax": {**RESULTS["softmax"], "seconds_per_step": None}}
+    assert "training step" not in _verdict(resumed, COSTS)
+    assert rows_of(_table(resumed, COSTS))[3] == ["seconds per step", "", "unknown", "0.500"]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """The demonstration with everything that takes time taken out; what it would have done."""
+    done: list[Any] = []
+
+    class Training:
+        def __init__(self, command: list[str]) -> None:
+            done.append(command)
+            folder = Path(command[command.index("--out") + 1])
+            folder.mkdir(parents=True)
+            (folder / "summary.json").write_text(json.dumps(RESULTS[folder.name]))
+            (folder / "metrics.jsonl").write_text("")
+
+        def __enter__(self) -> "Training":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def wait(self) -> int:
+            return 0
+
+    def generated(folder: Path, output: Path, **options: Any) -> int:
+        done.append((folder, options))
+        output.write_text(">made up\nMKV\n")
+        return 0
+
+    monkeypatch.setattr(demo.subprocess, "Popen", Training)
+    monkeypatch.setattr(demo, "_decode", lambda folder: COSTS[folder.name])
+    monkeypatch.setattr(sys.modules["subquad.cli.generate"], "generate", generated)
+    return done
+
+
+def test_two_models_are_trained_compared_and_one_is_asked(
+    steps: list[Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--out", str(tmp_path), "--steps", "7", "--window", "1024"]) == 0
+    for name, command in zip(("softmax", "favor"), steps, strict=False):
+        text = " ".join(command)
+        features = " --option num_features=64" if name == "favor" else ""
+        assert text.split(" -m ")[1] == (
+            f"subquad train protein --resume --out {tmp_path / name} --layers 2 --hidden 128 --heads 4 "
+            f"--intermediate 256 --attention {name}{features} --steps 7 --window 1024 --eval-every 50 --save-every 50"
+        )
+    assert steps[2:] == [
+        (
+            tmp_path / "favor",
+            {"prompt": "M", "length": 240, "num": 1, "temperature": 0.9, "top_k": 0, "top_p": 0.95}
+            | {"greedy": False, "endless": False, "seed": 0},
+        )
+    ]
+    shown = capfd.readouterr().out
+    order = [
+        *("Two models of proteins, windows of 1,024 residues, 7 steps each", "training with softmax"),
+        *("training with favor", "decoding", "held-out perplexity", "Perplexity below the unigram baseline"),
+        *("plot: ", "a protein that the favor model made up", ">made up\nMKV\n"),
+    ]
+    places = [shown.index(text) for text in order]
+    assert places == sorted(places)
+    assert shown.endswith(">made up\nMKV\n")
+    assert (tmp_path / "demo.png").exists()
+
+
+def test_a_training_that_fails_ends_it(steps: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo.subprocess.Popen, "wait", lambda _: 130)
+    assert main(["demo", "--out", str(tmp_path)]) == 130
+    assert len(steps) == 1
+
+
+def test_decoding_is_measured_on_held_out_proteins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from subquad.cli import common
+    from subquad.data import Windows, load_proteins
+
+    asked: list[Any] = []
+    monkeypatch.setattr(common, "load_model", lambda folder: type("Loaded", (), {"model": folder}))
+    monkeypatch.setattr("subquad.bench.decode_costs", lambda *args: asked.append(args) or [])
+    assert demo._decode(tmp_path) == []
+    model, tokens, contexts = asked[0]
+    assert (model, contexts) == (tmp_path, CONTEXTS)
+    held_out = load_proteins().split(0.05)[1]
+    assert tokens.tolist() == Windows(held_out, 16_384, objective="causal", seed=0).tokens(0).tolist()
