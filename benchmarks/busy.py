@@ -57,11 +57,11 @@ def decoding(seconds: float) -> float:
     q, k, v = torch.randn(3, 1, 8, 300, 64)
     with torch.no_grad():
         state = attention.extend(q, k, v)[1]
-        token = [t[:, :, :1] for t in (q, k, v)]
+        q, k, v = (t[:, :, :1] for t in (q, k, v))
 
         def step() -> int:
             nonlocal state
-            state = attention.extend(*token, state)[1]
+            state = attention.extend(q, k, v, state)[1]
             return 1
 
         return _rate(step, seconds)

@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -362,7 +363,7 @@ def test_autocast_rounds_nothing_inside(attention: Mechanism) -> None:
 def test_gradients_without_output(attention: Mechanism) -> None:
     """A loss on the state alone (the output unused) has gradients too, and the output alone ignores the state."""
     inputs = make_inputs(attention, 12).leaves()
-    _, state = attention.extend(*inputs)
+    state: Any = attention.extend(*inputs)[1]
     q, k, v = torch.autograd.grad(state.far_sum.sum(), inputs, allow_unused=True, materialize_grads=True)
     assert not bool(q.any())
     assert bool(k.any())
