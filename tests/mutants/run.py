@@ -14,6 +14,7 @@ from buckets_mutants import BUCKETS
 from core_mutants import CORE
 from diagnose_mutants import DIAGNOSE
 from fitted_mutants import FITTED
+from gate_mutants import GATES
 from kernel_approximation_mutants import KERNEL_APPROXIMATION
 from linformer_mutants import LINFORMERS
 from model_mutants import MODELS
@@ -28,7 +29,7 @@ from subquad.kernels.cpu import build, library
 
 MUTANTS = (
     *(*CORE, *FITTED, *LINFORMERS, *MODELS, *NATIVE, *WINDOW, *STRIDED, *BUCKETS),
-    *(*KERNEL_APPROXIMATION, *DIAGNOSE),
+    *(*KERNEL_APPROXIMATION, *DIAGNOSE, *GATES),
 )
 ROOT = Path(__file__).parent.parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full"]

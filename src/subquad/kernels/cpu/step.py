@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from subquad.checks import engine as checks
+from subquad.checks.states import MOST_TOKENS
 from subquad.features import FeatureMap
 from subquad.kernels.cpu import gate
 from subquad.kernels.cpu.favor import map_numbers, map_tensors
@@ -47,7 +48,7 @@ def favor_step(
 ) -> tuple[Tensor, Any]:
     """q, k, v `[B, ., 1, .]`, real `[B]` (None: all), state a `FavorState`."""
     sinks, length = state.sink_k.shape[2], state.length.tolist()
-    checks.lengths(gate.OP, "length", length, gate.MOST_TOKENS)
+    checks.lengths(gate.OP, "length", length, MOST_TOKENS)
     far_max, far_sum = state.far_max.contiguous(), state.far_sum.contiguous()
     if not near or any((before + 1) % near == 0 for before in length):
         far_max, far_sum = far_max.clone(), far_sum.clone()
