@@ -256,6 +256,13 @@ GATES = (
         gate("beyond_the_sequence and near"),
     ),
     Mutant(
+        "tiles beyond the sequence take memory",
+        "kernels/buckets.py",
+        "options._replace(tile=min(options.tile, q.shape[2]))",
+        "options",
+        gate("tiles_beyond"),
+    ),
+    Mutant(
         "labels of windows overflow",
         "mechanisms/window.py",
         "q_place.clamp(max=self.options.global_tokens)",
