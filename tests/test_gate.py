@@ -675,3 +675,9 @@ def test_codes_of_the_wrong_kind() -> None:
     codes = torch.zeros(1, 2, 2, 5, dtype=torch.int64)
     words = message(lambda: torch.ops.subquad.bucket_forward(x, x, x, codes, codes, True, 1.0, 4), errors.DtypeError)
     assert words == "bucket_forward: q_code must be int32, got int64"
+
+
+def test_tiles_beyond_the_sequence_take_no_memory() -> None:
+    codes = torch.zeros(1, 2, 2, 5, dtype=torch.int32)
+    outs = [torch.ops.subquad.bucket_forward(x, x, x, codes, codes, True, 1.0, tile)[0] for tile in (5, 2**40)]
+    assert torch.equal(*outs)

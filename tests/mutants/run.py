@@ -17,6 +17,7 @@ from diagnose_mutants import DIAGNOSE
 from drawn_mutants import DRAWN
 from files_mutants import FILES
 from fitted_mutants import FITTED
+from gate_mutants import GATES
 from kernel_approximation_mutants import KERNEL_APPROXIMATION
 from linformer_mutants import LINFORMERS
 from model_mutants import MODELS
@@ -32,7 +33,7 @@ from subquad.kernels.cpu import build, library
 
 MUTANTS = (
     *(*CORE, *FITTED, *LINFORMERS, *MODELS, *NATIVE, *WINDOW, *STRIDED, *BUCKETS),
-    *(*KERNEL_APPROXIMATION, *DIAGNOSE, *FILES, *DRAWN, *NUMBERS),
+    *(*KERNEL_APPROXIMATION, *DIAGNOSE, *FILES, *GATES, *DRAWN, *NUMBERS),
 )
 ROOT = Path(__file__).parent.parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full"]

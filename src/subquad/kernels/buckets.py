@@ -41,7 +41,8 @@ class Problem:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, q_code: Tensor, k_code: Tensor, options: Options) -> None:
         self.dtype = torch.promote_types(q.dtype, torch.float32)
-        self.shape, self.options = q.shape, options
+        self.shape = q.shape
+        self.options = options._replace(tile=min(options.tile, q.shape[2]))  # no more tokens share a code
         self.groups = q.shape[1] // k.shape[1]
         self.q, self.k, self.v = (x.to(self.dtype).reshape(-1, x.shape[3]) for x in (q, k, v))
         self.real = q_code[0].flatten() >= 0

@@ -5,6 +5,7 @@ calls: a wrong tensor from Python must become an error, never a read or write ou
 """
 
 import functools
+import math
 from ctypes import Structure
 from typing import Any, NamedTuple
 
@@ -22,8 +23,7 @@ EXP, GROUPS = 0, 2  # of `Kind` and `Rule` in api.hpp
 COUNT = 2**31 - 1  # an int32
 SIZE = 2**25  # what C++ multiplies by a vector's width as int
 MOST_THREADS = 4096
-MOST_TOKENS = 2**62  # positions are int64, and a few are added to them
-MOST_BYTES = 2**62
+MOST_NUMBERS = 2**59  # of one tensor: C++ counts its bytes in int64
 
 NUMBERS = {
     **{"dtype": (0, 2), "kind": (0, 5), "rule": (0, 2), "rule_groups": (1, SIZE)},
@@ -231,12 +231,14 @@ def _pointers(numbers: dict[str, int], fields: dict[str, str]) -> dict[str, _Poi
     for name, declared in fields.items():
         kind, *letters = declared.split()
         shape = tuple(size for size in map(sizes.__getitem__, letters) if size is not None)
-        memory = dtypes[kind].itemsize
-        for size in shape:
-            memory *= size
-        if memory > MOST_BYTES:
-            raise checks.too_large(OP, name, memory, MOST_BYTES)
+        count = math.prod(shape)
+        if count > MOST_NUMBERS:
+            raise checks.too_large(OP, name, count, MOST_NUMBERS)
         _, heads, tokens, width = shape if kind == "rows" else (0,) * 4
         strides = (heads * tokens * width, tokens * width, width)
+<<<<<<< HEAD
         pointers[name] = _Pointer(name, dtypes[kind], shape, kind, dtypes[kind].itemsize, memory, strides)
+=======
+        pointers[name] = _Pointer(name, dtypes[kind], shape, kind, count * dtypes[kind].itemsize, strides)
+>>>>>>> gate
     return pointers
