@@ -236,9 +236,6 @@ def _pointers(numbers: dict[str, int], fields: dict[str, str]) -> dict[str, _Poi
             raise checks.too_large(OP, name, count, MOST_NUMBERS)
         _, heads, tokens, width = shape if kind == "rows" else (0,) * 4
         strides = (heads * tokens * width, tokens * width, width)
-<<<<<<< HEAD
-        pointers[name] = _Pointer(name, dtypes[kind], shape, kind, dtypes[kind].itemsize, memory, strides)
-=======
-        pointers[name] = _Pointer(name, dtypes[kind], shape, kind, count * dtypes[kind].itemsize, strides)
->>>>>>> gate
+        number = dtypes[kind].itemsize
+        pointers[name] = _Pointer(name, dtypes[kind], shape, kind, number, count * number, strides)
     return pointers

@@ -51,8 +51,7 @@ def favor_step(
 ) -> tuple[Tensor, Any]:
     """q, k, v `[B, ., 1, .]`, real `[B]` (None: all), state a `FavorState`."""
     sinks, length = state.sink_k.shape[2], state.length.tolist()
-<<<<<<< HEAD
-    checks.lengths(gate.OP, "length", length, gate.MOST_TOKENS)
+    checks.lengths(gate.OP, "length", length, MOST_TOKENS)
     changes = {
         "far": not near or any((before + 1) % near == 0 for before in length),
         "sink": any(before < sinks for before in length),
@@ -60,16 +59,6 @@ def favor_step(
     }
     before = {name: getattr(state, name).contiguous() for name in KEPT}
     after = {name: torch.empty_like(tensor) for name, tensor in before.items() if changes[name.partition("_")[0]]}
-=======
-    checks.lengths(gate.OP, "length", length, MOST_TOKENS)
-    far_max, far_sum = state.far_max.contiguous(), state.far_sum.contiguous()
-    if not near or any((before + 1) % near == 0 for before in length):
-        far_max, far_sum = far_max.clone(), far_sum.clone()
-    kept = {name: getattr(state, name).contiguous() for name in ("sink_k", "sink_v", "block_k", "block_v")}
-    for name, tensor in kept.items():
-        if near if name.startswith("block") else any(before < sinks for before in length):
-            kept[name] = tensor.clone()
->>>>>>> gate
     numbers = {"sinks": sinks, "gaussian": int(gaussian), "near_blocks": int(near > 0), "block": near or 1}
     plan = make_plan(q, k, v, **map_numbers(map), **numbers)
     flags = None if real is None else real.contiguous()
