@@ -75,8 +75,8 @@ CORE = (
     Mutant(
         "relu2 with half its slope",
         ELEMENTWISE,
-        "lambda x, _: 2 * F.relu(x)",
-        "lambda x, _: F.relu(x)",
+        "lambda x, phi: 2 * F.relu(x)",
+        "lambda x, phi: F.relu(x)",
         contract("linear-relu2 and gradients_equal"),
     ),
     # log-features

@@ -31,8 +31,8 @@ LINFORMERS = (
     Mutant(
         "linformer: phi(0) = 1 of masked keys is projected",
         LINFORMER,
-        "_real_only(elu1(k.to(dtype)), key_mask)",
-        "elu1(k.to(dtype))",
+        "_real_only(phi(k.to(dtype)), key_mask)",
+        "phi(k.to(dtype))",
         mechanism("padding_changes_nothing and linear"),
     ),
     Mutant(

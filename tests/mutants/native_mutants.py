@@ -97,8 +97,8 @@ NATIVE = (
     Mutant(
         "a decoded block is not folded away",
         CPU + "step.hpp",
-        "      read_value(kept(s.block_v, 2L * near_, i, v.V), 0);\n      fold();\n",
-        "      read_value(kept(s.block_v, 2L * near_, i, v.V), 0);\n",
+        "count ? fold(count) : keep_far();",
+        "keep_far();",
         native("extend_equals_forward"),
     ),
     Mutant(
