@@ -188,7 +188,8 @@ def test_training_tells_every_step() -> None:
 
 
 def test_a_step_takes_as_many_sequences_as_make_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = Heads(*(torch.arange(5.0).view(5, 1, 1, 1).expand(5, 1, 10, 1) for _ in "qkv"), False, None, 1.0)
+    numbered = torch.arange(5.0).view(5, 1, 1, 1).expand(5, 1, 10, 1)
+    heads = Heads(numbered, numbered, numbered, False, None, 1.0)
     generator = torch.Generator().manual_seed(0)
     for tokens, count in ((1, 1), (19, 1), (20, 2), (49, 4)):
         monkeypatch.setattr(training, "TOKENS_PER_STEP", tokens)

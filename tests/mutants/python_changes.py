@@ -137,8 +137,9 @@ class _Finder:
         return alike and first != second and "self" not in (first, second) and self._segment(call.func) not in ORDERED
 
 
-def _statements(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, range]]:
-    """Every statement that may be changed, and the lines that run whenever it does."""
+def _statements(body: list[ast.stmt], called: bool = False) -> Iterator[tuple[ast.stmt, range]]:
+    """Every statement that may be changed, and the lines that run whenever it does: none if importing the file runs it,
+    for whichever test came first did that."""
     for statement in body:
         if isinstance(statement, (ast.Import, ast.ImportFrom, ast.Raise)) or _is_for_types(statement):
             continue
@@ -147,9 +148,11 @@ def _statements(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, range]]:
         function = isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef))
         if function:  # its defaults show when it is called
             yield statement, range(statement.body[0].lineno, last + 1)
-        else:
+        elif called:
             yield statement, range(statement.lineno, inner[0].lineno if inner else last + 1)
-        yield from _statements(inner)
+        else:
+            yield statement, range(0)
+        yield from _statements(inner, called or function)
 
 
 def _inner(node: ast.AST) -> list[ast.stmt]:

@@ -66,9 +66,12 @@ def test_lines_that_run_with_a_change() -> None:
                 b
             ):
                 return a
+
+        class C:
+            d: int = 2
     """)
     runs = {(change.line, change.runs) for change in python_changes("file.py", text)}
-    assert runs == {(2, range(3, 7)), (3, range(3, 6))}
+    assert runs == {(2, range(3, 7)), (3, range(3, 6)), (9, range(0))}
 
 
 def test_native_operators_and_constants() -> None:

@@ -64,7 +64,7 @@ def backward(
     grad_far_sum: Tensor | None,
     want_map_gradients: bool,
 ) -> tuple[Gradients, Tensor, MapGradients | None]:
-    """Gradients of the tensors, of the initial `far_sum`, and of the feature map when asked."""
+    """Gradients of the tensors, of the initial `far_sum` (empty unless causal), and of the feature map when asked."""
     problem = FavorProblem(inputs, options, want_map_gradients)
     into = problem.new_gradients()
     grad_state = borders_sum.new_empty(0)
@@ -74,6 +74,7 @@ def backward(
     for sweep in sweeps:
         count = len(sweep.segments())
         borders = borders_max[at : at + count], borders_sum[at : at + count]
-        grad_state = sweep.backward(saved, *borders, grad_far_sum, into)
+        of_state = sweep.backward(saved, *borders, grad_far_sum, into)
+        grad_state = of_state if options.causal else grad_state
         at += count
     return into, grad_state, problem.features.gradients
