@@ -152,8 +152,9 @@ class Caller(Operators):
 
     def extend(self) -> None:
         case = self.case()
-        mechanism, steps = case.mechanism, self.rng.choice((1, 2, 3))
-        state = None
+        mechanism: Any = case.mechanism
+        steps = self.rng.choice((1, 2, 3))
+        last = state = None
         fresh: dict[str, Any] = {}
         for number in range(steps):
             length = 1 if number else case.tensors["q"].shape[2]

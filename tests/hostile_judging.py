@@ -88,15 +88,15 @@ def judge_extend(mechanism: Mechanism, given: dict[str, Any], state: Any, out: T
         past = type(state)(
             *(t.to(a.dtype).double() if a.is_floating_point() else t for t, a in zip(state, after, strict=True))
         )
-    exact = [double(given[n]) for n in "qkv"]
+    q, k, v = (double(given[n]) for n in "qkv")
     with torch.no_grad():
-        want, want_after = as_double(mechanism, lambda: mechanism.extend(*exact, past, key_mask=given["key_mask"]))
+        want, want_after = as_double(mechanism, lambda: mechanism.extend(q, k, v, past, key_mask=given["key_mask"]))
     judge("extended", out, want)
     for name, g, w in zip(after._fields, after, want_after, strict=True):
         if not g.is_floating_point() and not torch.equal(g, w):
             raise WrongAnswerError(f"state.{name}: other numbers")
         if g.is_floating_point() and name not in ("far_max", "far_low"):
-            judge(f"state.{name}", *(total(name, x, y) for x, y in ((g, after), (w, want_after))))
+            judge(f"state.{name}", total(name, g, after), total(name, w, want_after))
 
 
 def total(name: str, tensor: Tensor, state: Any) -> Tensor:

@@ -55,7 +55,7 @@ def test_every_pointer_is_declared(structure: Any) -> None:
 
 
 def test_every_number_is_declared() -> None:
-    numbers = {name for name, kind in Problem._fields_ if kind in (ctypes.c_int32, ctypes.c_int64)}
+    numbers = {name for name, kind, *_ in Problem._fields_ if kind in (ctypes.c_int32, ctypes.c_int64)}
     assert set(gate.NUMBERS) == numbers
 
 
@@ -148,7 +148,7 @@ TENSORS: dict[str, tuple[Callable[[Tensor], Any], type, str]] = {
     "a storage that was cut": (cut, errors.BackendError, "reaches over 1152 bytes, but its storage was cut to 8"),
     "an odd address": (misaligned, errors.BackendError, "begins in the middle of a number; use .clone()"),
     "no memory": (
-        lambda x: torch._efficientzerotensor(x.shape),
+        lambda x: getattr(torch, "_efficientzerotensor")(x.shape),  # noqa: B009
         errors.BackendError,
         "has no memory of its own; use .clone()",
     ),
@@ -257,11 +257,12 @@ NAMES = {
 }
 
 
-def state_of(mechanism: Mechanism, dtype: torch.dtype, length: int = 7) -> tuple[list[Tensor], Any]:
+def state_of(mechanism: Mechanism, dtype: torch.dtype, length: int = 7) -> tuple[tuple[Tensor, Tensor, Tensor], Any]:
     """One more token, and the state of those before."""
     inputs = make_inputs(mechanism, length).to(dtype)
     with torch.no_grad():
-        return list(inputs.tokens(length - 1, length)), mechanism.extend(*inputs.tokens(0, length - 1))[1]
+        q, k, v = inputs.tokens(length - 1, length)
+        return (q, k, v), mechanism.extend(*inputs.tokens(0, length - 1))[1]
 
 
 @pytest.mark.parametrize("given", [torch.float64, torch.float32, torch.bfloat16])
@@ -327,7 +328,8 @@ def test_any_length_can_be_extended(length: int, near: int, backend: str) -> Non
     exact = FavorState(*(t.double() if t.is_floating_point() else t for t in changed))
     with torch.no_grad():
         out, after = mechanism.extend(*token, changed)
-        want, _ = FavorAttention(8, 16, near=near, sinks=2).extend(*(t.double() for t in token), exact)
+        q, k, v = (t.double() for t in token)
+        want, _ = FavorAttention(8, 16, near=near, sinks=2).extend(q, k, v, exact)
     assert_close(out, want, 1e-5)
     assert after.length.tolist() == [length + 1] * 2
 
@@ -404,9 +406,10 @@ def test_numbers_of_buckets_have_bounds(field: str, value: int, bounds: str) -> 
 def test_a_state_of_another_function_is_refused() -> None:
     """What M is, only the function says: one feature would be spread over all of them."""
     token, state = state_of(LinearAttention(8, feature_map=lambda x: x[..., :1].exp()), torch.float64)
-    for tokens in (token, [torch.cat([t, t], 2) for t in token]):
+    for tokens in (token, tuple(torch.cat([t, t], 2) for t in token)):
+        q, k, v = tokens
         with pytest.raises(errors.ShapeError) as caught:
-            LinearAttention(8, feature_map=torch.exp).extend(*tokens, state)
+            LinearAttention(8, feature_map=torch.exp).extend(q, k, v, state)
         words = "linear: state.far_sum is of 1 features, but feature_map returned 8"
         of_operator = "linear_forward: far_sum must be [2, 2, 8, 6], got [2, 2, 1, 6]"
         assert str(caught.value) == (words if tokens is token else of_operator)
@@ -434,10 +437,11 @@ def test_default_dtype_and_device_do_not_matter(near: int, monkeypatch: pytest.M
             mechanism(*inputs.leaves()[:1], *inputs[1:]).sum(), inputs.leaves()[:1], allow_unused=True
         )
         assert gradient
-        for setting, value, usual in (
+        settings: Any = (
             (torch.set_default_dtype, torch.float64, torch.float32),
             (torch.set_default_device, "meta", None),
-        ):
+        )
+        for setting, value, usual in settings:
             setting(value)
             try:
                 out, after = mechanism.extend(*inputs.tokens(0, 8))

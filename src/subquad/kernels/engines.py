@@ -5,6 +5,7 @@ from torch import Tensor
 
 from subquad import checks
 from subquad.kernels.cpu import library
+from subquad.kernels.cpu.gate import has_own_operations
 
 
 def choose_engine(op: str, backend: str, q: Tensor, *, signed: bool = False) -> str:
@@ -23,7 +24,7 @@ def step_engine(op: str, backend: str, q: Tensor, *others: Tensor | None) -> str
     """The engine for one token more: gradients and compiled graphs go through torch's own operations."""
     engine = choose_engine(op, backend, q)
     gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, *others))
-    traced = torch.compiler.is_compiling() or type(q).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    traced = torch.compiler.is_compiling() or has_own_operations(q)
     return "torch" if gradients or traced else engine
 
 

@@ -117,7 +117,7 @@ class _Pointer(NamedTuple):
         strides, reach = (self.strides, self.bytes) if dense else self._strides(tensor)
         end, there = tensor.storage_offset() * self.number + reach, tensor.untyped_storage().nbytes()
         if end > there:
-            raise checks.beyond_memory(OP, self.name, end, there)
+            raise checks.beyond_memory(OP, self.name, int(end), there)
         return Array(address, *strides) if rows else address
 
     def _strides(self, tensor: Tensor) -> tuple[tuple[int, int, int], int]:
@@ -132,7 +132,12 @@ class _Pointer(NamedTuple):
 
 def _has_no_numbers(tensor: Any) -> bool:
     """Something else than a tensor, or one whose operations do something else than their name says (a fake one)."""
-    return not isinstance(tensor, Tensor) or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return not isinstance(tensor, Tensor) or has_own_operations(tensor)
+
+
+def has_own_operations(tensor: Tensor) -> bool:
+    """A subclass that does something else, such as a fake tensor; a parameter is none of them."""
+    return getattr(type(tensor), "__torch_dispatch__") is not getattr(Tensor, "__torch_dispatch__")  # noqa: B009
 
 
 class Plan:
@@ -154,7 +159,7 @@ class Plan:
         names |= BLOCKS & FIELDS[structure].keys() if n["near_blocks"] else set()
         return names
 
-    def problem(self, root: float, *, step: bool = False, **tensors: Tensor | None) -> Problem:
+    def problem(self, root: float, step: bool = False, /, **tensors: Tensor | None) -> Problem:
         """step: decoding, where sinks are a part of the state."""
         checks.number(OP, "root", root, 2**-1000, 2**1000)
         given = Problem.from_buffer_copy(self._template)

@@ -29,7 +29,7 @@ def _run(
     **fields: Tensor | None,
 ) -> Tensor:
     q, k, v = (dense_rows(t) for t in qkv)
-    given = plan.problem(root, step=True, q=q, k=k, v=v, **maps)
+    given = plan.problem(root, True, q=q, k=k, v=v, **maps)
     out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32, device="cpu")
     new = {f"new_{name}": tensor for name, tensor in after.items()}
     filled = plan.fill(Step(), out=out, **fields, **before, **new)
