@@ -102,7 +102,7 @@ def judge_extend(mechanism: Mechanism, given: dict[str, Any], state: Any, out: T
 def total(name: str, tensor: Tensor, state: Any) -> Tensor:
     """A sum with what was rounded off it, where a state keeps that."""
     low = getattr(state, "far_low", None) if name == "far_sum" else None
-    return tensor if low is None else tensor.double() + low.double()
+    return tensor if low is None else (tensor.double() + low.double()).to(tensor.dtype)
 
 
 def as_double(mechanism: Mechanism, call: Callable[[], Any]) -> Any:
