@@ -48,7 +48,7 @@ LAYERS = (
 )
 
 # What `import subquad` loads; all else waits until it is used.
-EAGER = {"errors", "checks", "features", "kernels", "mechanism", "mechanisms", "functional"}
+EAGER = {"waiting", "errors", "checks", "features", "kernels", "mechanism", "mechanisms", "functional"}
 
 PUBLIC = {
     "MECHANISMS ClusterAttention FavorAttention FeatureMap IdentityAttention LinearAttention "

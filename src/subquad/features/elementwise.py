@@ -13,8 +13,9 @@ from torch import Tensor
 
 
 def smallest(dtype: torch.dtype) -> float:
-    """The least size that counts, as TINY in the C++ engine: 2^-100, some 8e-31; 2^-900 in float64."""
-    return 2.0**-900 if dtype == torch.float64 else 2.0**-100
+    """The least size that counts, as TINY in the C++ engine: 2^-100, some 8e-31; 2^-900 in float64; in float16, whose
+    smallest number is larger, that one."""
+    return {torch.float64: 2.0**-900, torch.float16: 2.0**-24}.get(dtype, 2.0**-100)
 
 
 def without_tiny(phi: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ class IdentityAttention(Mechanism):
     """out_t = v_t, zero where the token is masked.
 
     Example:
+        >>> import torch
         >>> q, k, v = torch.randn(3, 1, 2, 5, 4)
         >>> bool((IdentityAttention(head_dim=4)(q, k, v) == v).all())
         True

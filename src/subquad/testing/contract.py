@@ -163,7 +163,7 @@ def causal_means_causal(mechanism: Mechanism) -> None:
         for length, token in ((9, 8), (40, 39), (40, 5), (40, 17)):
             inputs = make_inputs(mechanism, length).to(dtype)
             before = mechanism(*inputs, causal=True)[:, :, :token]
-            for size in (1e4, -1e4, torch.finfo(dtype).max ** 0.45):
+            for size in (1e4, -1e4, torch.finfo(torch.float32).max ** 0.45):
                 changed = Inputs(*(t.clone() for t in inputs))
                 for t in changed:
                     row = t[:, :, token]
