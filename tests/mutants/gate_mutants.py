@@ -249,11 +249,25 @@ GATES = (
         gate("beyond_the_sequence and dilation"),
     ),
     Mutant(
-        "near blocks beyond the sequence take memory",
+        "chunks beyond the sequence take memory",
         "kernels/favor/problem.py",
-        "near=min(options.near, length), ",
+        "chunk=min(options.chunk, 1 << (length - 1).bit_length())",
+        "chunk=options.chunk",
+        gate("beyond_the_sequence and chunk"),
+    ),
+    Mutant(
+        "chunks of linear beyond the sequence take memory",
+        "kernels/linear.py",
+        "min(options.chunk, max(self.p.length, self.p.key_length))",
+        "options.chunk",
+        gate("beyond_the_sequence and chunk"),
+    ),
+    Mutant(
+        "strides beyond the sequence take memory",
+        "mechanisms/strided.py",
+        "    options = options.within(length)\n",
         "",
-        gate("beyond_the_sequence and near"),
+        gate("beyond_the_sequence and stride"),
     ),
     Mutant(
         "tiles beyond the sequence take memory",

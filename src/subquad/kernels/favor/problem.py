@@ -63,9 +63,8 @@ def tile_shape(heads: int, num_features: int, options: EngineOptions) -> tuple[i
 
 
 def within_length(options: EngineOptions, length: int) -> EngineOptions:
-    """Options that do the same: a block or tile that is longer than the sequence costs memory for nobody."""
-    most = 2 << (length - 1).bit_length()  # twice the length at least: one tile of whole near blocks holds it all
-    return options._replace(near=min(options.near, length), chunk=min(options.chunk, most))
+    """Options that do the same: a chunk that is longer than the sequence is padding. Near blocks are cut by `Sweep`."""
+    return options if options.near else options._replace(chunk=min(options.chunk, 1 << (length - 1).bit_length()))
 
 
 def border_count(length: int, heads: int, num_features: int, options: EngineOptions) -> int:
