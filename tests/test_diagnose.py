@@ -439,6 +439,7 @@ def test_table(result: Diagnosis) -> None:
         for head in layer.heads:
             assert f"{head.error:.3f}" in shown
     assert shown.count("calibrat") >= result.count(CALIBRATE)
+    assert result.table().columns[-1].min_width == len("calibration")  # narrow terminals break lines between words
 
 
 def test_summary_names_every_verdict(result: Diagnosis) -> None:

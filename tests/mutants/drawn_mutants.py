@@ -218,4 +218,25 @@ DRAWN = (
         "gaussian: bool, want_gradients: bool = True",
         tests("logs", "room_for_gradients"),
     ),
+    Mutant(
+        "files without sequences count as many as there are files",
+        "cli/common.py",
+        "    named = read_sequences(loaded, paths)\n    checks.something_to_read(len(named), paths)\n",
+        "    named = read_sequences(loaded, paths)\n    checks.something_to_read(len(paths), paths)\n",
+        tests("common", "without_sequences"),
+    ),
+    Mutant(
+        "narrow tables break the verdict within a word",
+        "diagnostics/diagnosis.py",
+        "min_width=max(map(len, CALIBRATE.split()))",
+        "min_width=min(map(len, CALIBRATE.split()))",
+        tests("diagnose", "test_table"),
+    ),
+    Mutant(
+        "any gradient passes the check by differences",
+        "testing/contract.py",
+        "assert torch.autograd.gradcheck(lambda *x, causal=causal: mechanism(*x, causal=causal), tuple(inputs))",
+        "assert mechanism(*inputs, causal=causal).requires_grad",
+        tests("broken_mechanisms", "one_percent"),
+    ),
 )
