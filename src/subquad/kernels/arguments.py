@@ -34,12 +34,14 @@ LINEAR = {
 SAVED = {"grad_out": "input B H T V", "out": "input B H T V"}
 FAVOR_SAVED = {
     **SAVED,
-    **{"lognorm": "state B H T 2", "borders_max": "state borders B K M", "borders_sum": "state borders B K M V+1"},
+    **{"lognorm": "state B H T 2", "low": "low? B H T V"},
+    **{"borders_max": "state borders B K M", "borders_sum": "state borders B K M+1 V+1"},
     "grad_far_sum": "state? B K M V+1",
 }
 LINEAR_SAVED = {
     **SAVED,
-    **{"normaliser": "state B H T", "borders_max": "state borders B K 1", "borders_sum": "state borders B K M V+1"},
+    **{"normaliser": "state B H T", "low": "low? B H T V"},
+    **{"borders_max": "state borders B K 1", "borders_sum": "state borders B K M+1 V+1"},
     "grad_far_sum": "state? B K M V+1",
 }
 BUCKETS = {
@@ -71,7 +73,7 @@ class Sizes:
             raise own_checks.wrong_dtype(op, "q", q, checks.FLOAT_DTYPES)
         state = torch.promote_types(q.dtype, torch.float32)
         self._dtypes = {"input": (q.dtype,), "float": checks.FLOAT_DTYPES, "state": (state,)}
-        self._dtypes |= {"log": (torch.float32, torch.float64), "bool": (torch.bool,)}
+        self._dtypes |= {"log": (torch.float32, torch.float64), "low": (torch.int8,), "bool": (torch.bool,)}
         self._dtypes |= {"int64": (torch.int64,), "int32": (torch.int32,)}
 
     def __getitem__(self, letter: str) -> int:
@@ -95,8 +97,8 @@ class Sizes:
 
     def _size(self, letter: str, found: Any) -> Any:
         """What a letter says the size is: what is `found`, if it has said nothing so far."""
-        if letter == "V+1":
-            return self.known["V"] + 1
+        if letter in ("M+1", "V+1"):
+            return self.known[letter[0]] + 1
         if "|" in letter:
             return tuple(self.known[other] for other in letter.split("|"))
         if letter == "WE":

@@ -4,6 +4,7 @@ phi acts on each number of x, or of W x. Keys may carry a log-weight, kept at on
 features cannot have one per feature), within a block one per row. Features live for one tile only.
 """
 
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from subquad.features.elementwise import ELEMENTWISE, at_least_tiny
 from subquad.kernels import problem
+from subquad.kernels.centre import FarField, Piece, normalised_rows, pieces
 from subquad.kernels.logs import project, unproject, weight_gradient
-from subquad.kernels.problem import DEAD, FLOOR, NOWHERE, KeyTile, Problem, Saved, between_borders
+from subquad.kernels.problem import DEAD, FLOOR, NOWHERE, KeyTile, Problem, Saved, Target, between_borders
 from subquad.kernels.scan import running_maxima, scan, scan_backward
 from subquad.kernels.tiles import add_window, from_blocks, to_blocks, window
 
@@ -43,10 +45,12 @@ class LinearOptions(NamedTuple):
 
 
 class LinearOutputs(NamedTuple):
-    """Output `[B, H, T, Dv]`, normaliser `[B, H, T]`, states at tile borders, and the state after the last token."""
+    """Output `[B, H, T, Dv]`, normaliser `[B, H, T]`, what rounding left out of the output (empty where nothing needs
+    it), states at tile borders (sum `[N, B, K, M + 1, V]`, whose last row is the centre) and after the last token."""
 
     out: Tensor
     normaliser: Tensor
+    low: Tensor
     borders_max: Tensor
     borders_sum: Tensor
     far_max: Tensor
@@ -102,6 +106,22 @@ class _Keys(NamedTuple):
     after: Tensor
 
 
+class _Read(NamedTuple):
+    """What rows read: the states of their blocks, and what their values are relative to."""
+
+    states: Tensor  # [B, K, N or 1, M, V]
+    centre: Tensor  # [B, K, 1, V]
+
+
+class _Folded(NamedTuple):
+    """A tile of keys on its way into the state."""
+
+    keys: _Keys
+    read: _Read  # what each block finds
+    decay: Tensor  # [B, K, N, 1]
+    final: FarField
+
+
 class _OwnGradients(NamedTuple):
     """What the rows of a causal block give back to its own keys."""
 
@@ -122,25 +142,27 @@ class _Engine:
 
     def forward(self) -> LinearOutputs:
         p = self.p
-        out = p.q.new_empty(*p.q.shape[:3], p.value_dim, dtype=p.dtype)
-        normaliser = out.new_empty(out.shape[:3])
+        target = p.new_target((), self.options.borders)
         state = self._initial_state()
         count = border_count(p.length, p.batch * p.heads, self.num_features, self.options)
-        borders_max, borders_sum = (s.new_empty(count, *s.shape) for s in state)
+        borders_max, borders_sum = (s.new_empty(count, *s.shape) for s in (state.max, state.border()))
         if self.options.causal:
-            for i, starts in enumerate(self._segments()):
-                if self.options.borders:
-                    borders_max[i], borders_sum[i] = state
-                for start in starts:
-                    state = self._forward_tile(start, state, out, normaliser)
+            for i, segment in enumerate(self._segments()):
+                for piece in segment:
+                    state = state.recentred() if piece.recentres else state
+                    if self.options.borders and piece is segment[0]:
+                        borders_max[i], borders_sum[i] = state.max, state.border()
+                    state = self._forward_tile(piece, state, target)
         else:
             state = self._summary(state)
             if self.options.borders:
-                borders_max[0], borders_sum[0] = state
-            for start in range(0, p.length, self.tile):
-                self._read(start, state[1][:, :, None], None, out, normaliser)
-        final = (s.clone() if self.options.causal else s.new_empty(0) for s in state)
-        return LinearOutputs(out.to(p.q.dtype), normaliser, borders_max, borders_sum, *final)
+                borders_max[0], borders_sum[0] = state.max, state.border()
+            for piece in self._whole_tiles(p.length):
+                self._read(piece, _Read(state.sum[:, :, None], state.centre), None, target)
+        final = (state.max, state.plain_sum())
+        final = (s.clone() if self.options.causal else s.new_empty(0) for s in final)
+        out = target.out.to(p.q.dtype)
+        return LinearOutputs(out, target.normaliser, target.low, borders_max, borders_sum, *final)
 
     def backward(
         self, saved: Saved, borders_max: Tensor, borders_sum: Tensor, grad_final: Tensor | None
@@ -152,41 +174,45 @@ class _Engine:
             log_weight=borders_sum.new_zeros(0) if inputs.log_weight is None else self.p.zeros_like(inputs.log_weight),
             far_sum=borders_sum.new_zeros(0),
         )
-        grad_state = torch.zeros_like(borders_sum[0]) if grad_final is None else grad_final
+        grad_state = torch.zeros_like(borders_sum[0, :, :, :-1]) if grad_final is None else grad_final
         if self.options.causal:
-            for i, starts in reversed(list(enumerate(self._segments()))):
-                states = [(borders_max[i], borders_sum[i])]
-                for start in starts[:-1]:
-                    states.append(self._open(start, states[-1])[-1])
-                for start, state in reversed(list(zip(starts, states, strict=True))):
-                    grad_state = self._backward_tile(start, state, saved, grad_state, into)
+            for i, segment in reversed(list(enumerate(self._segments()))):
+                states = [FarField.from_border(borders_max[i], borders_sum[i])]
+                for piece, following in pairwise(segment):
+                    state = self._open(piece, states[-1]).final
+                    states.append(state.recentred() if following.recentres else state)
+                for piece, state in reversed(list(zip(segment, states, strict=True))):
+                    grad_state = self._backward_tile(piece, state, saved, grad_state, into)
             return into._replace(far_sum=grad_state)
-        for start in range(0, self.p.length, self.tile):
-            reads, _ = self._read_backward(start, borders_sum[0][:, :, None], None, saved, into)
+        field = FarField.from_border(borders_max[0], borders_sum[0])
+        for piece in self._whole_tiles(self.p.length):
+            reads, _ = self._read_backward(piece, _Read(field.sum[:, :, None], field.centre), None, saved, into)
             grad_state = grad_state + reads.sum(2)
-        for first in range(0, self.p.key_length, self.tile):
-            keys = self._keys(first, self._blocks(first, self.p.key_length), borders_max[0], at_final_maximum=True)
+        for piece in self._whole_tiles(self.p.key_length):
+            keys = self._keys(piece, field.max, at_final_maximum=True)
             self._keys_backward(keys, grad_state[:, :, None], None, into)
         return into
 
-    def _initial_state(self) -> tuple[Tensor, Tensor]:
+    def _initial_state(self) -> FarField:
         if self.inputs.far_max is not None and self.inputs.far_sum is not None:
-            return self.inputs.far_max, self.inputs.far_sum
+            return FarField.plain(self.inputs.far_max, self.inputs.far_sum)
         shape = (self.p.batch, self.p.key_heads, self.num_features, self.p.value_dim + 1)
         far_sum = torch.zeros(shape, dtype=self.p.dtype, device=self.p.q.device)
         lowest = 0.0 if self.inputs.log_weight is None else FLOOR
-        return far_sum.new_full((*shape[:2], 1), lowest), far_sum
+        return FarField.plain(far_sum.new_full((*shape[:2], 1), lowest), far_sum)
 
-    def _segments(self) -> list[list[int]]:
-        return between_borders(list(range(0, self.p.length, self.tile)), self.tile, self.num_features)
+    def _segments(self) -> list[list[Piece]]:
+        tiles = pieces(self.p.length, self.tile, self.block)
+        return between_borders(tiles, self.tile, self.num_features)
 
-    def _blocks(self, start: int, length: int) -> int:
-        return -(-min(self.tile, length - start) // self.block)
+    def _whole_tiles(self, length: int) -> list[Piece]:
+        return [Piece(start, min(start + self.tile, length), False) for start in range(0, length, self.tile)]
 
     def _project(self, x: Tensor) -> Tensor:
         return x if self.weight is None else project(x, self.weight)
 
-    def _keys(self, first: int, blocks: int, far_max: Tensor, at_final_maximum: bool = False) -> _Keys:
+    def _keys(self, piece: Piece, far_max: Tensor, at_final_maximum: bool = False) -> _Keys:
+        first, blocks = piece.start, piece.blocks(self.block)
         tile = self.p.keys(first, self.block, blocks)
         projected = self._project(tile.y)
         phi = self.map.phi(projected)
@@ -204,57 +230,53 @@ class _Engine:
         weights = phi if factor is None else phi * factor
         return _Keys(tile, projected, phi, log_weight, factor, weights, before, after)
 
-    def _summary(self, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        for first in range(0, self.p.key_length, self.tile):
-            keys = self._keys(first, self._blocks(first, self.p.key_length), state[0])
-            _, last = scan(keys.weights.mT @ keys.tile.v, (keys.before - keys.after).exp(), state[1])
-            state = keys.after[:, :, -1], last
+    def _summary(self, state: FarField) -> FarField:
+        for piece in chain.from_iterable(pieces(self.p.key_length, self.tile, self.block)):
+            state = self._open(piece, state.recentred() if piece.recentres else state).final
         return state
 
-    def _forward_tile(
-        self, start: int, state: tuple[Tensor, Tensor], out: Tensor, normaliser: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        keys, states, _, final = self._open(start, state)
-        self._read(start, states, keys, out, normaliser)
-        return final
+    def _forward_tile(self, piece: Piece, state: FarField, target: Target) -> FarField:
+        tile = self._open(piece, state)
+        self._read(piece, tile.read, tile.keys, target)
+        return tile.final
 
-    def _open(self, start: int, state: tuple[Tensor, Tensor]) -> tuple[_Keys, Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Keys of a causal tile, the states its blocks read, the decays, the last state."""
-        keys = self._keys(start, self._blocks(start, self.p.length), state[0])
+    def _open(self, piece: Piece, state: FarField) -> _Folded:
+        keys = self._keys(piece, state.max)
         decay = (keys.before - keys.after).exp()
-        states, last = scan(keys.weights.mT @ keys.tile.v, decay, state[1])
-        return keys, states, decay, (keys.after[:, :, -1], last)
+        states, last = scan(keys.weights.mT @ (keys.tile.v - state.centre[:, :, None]), decay, state.sum)
+        return _Folded(keys, _Read(states, state.centre), decay, FarField(keys.after[:, :, -1], last, state.centre))
 
-    def _queries(self, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x = self.p.queries(start, self.block, self._blocks(start, self.p.length))
+    def _queries(self, piece: Piece) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x = self.p.queries(piece.start, self.block, piece.blocks(self.block))
         projected = self._project(x)
         phi = self.map.phi(projected)
         # a row's own factor cancels; taken out, tiny features of queries and keys do not underflow together
         size = phi.abs().amax(-1, keepdim=True)
         return x, projected, phi, torch.where(size > 0, size, 1)
 
-    def _read(self, start: int, states: Tensor, own: _Keys | None, out: Tensor, normaliser: Tensor) -> None:
-        _, _, phi, size = self._queries(start)
+    def _read(self, piece: Piece, read: _Read, own: _Keys | None, target: Target) -> None:
+        _, _, phi, size = self._queries(piece)
         weights = phi / size
-        numerator = weights @ states
+        far, near = weights @ read.states, None
         if own is not None:
             of_state, of_own = self._row_factors(own)
             if of_state is not None:
-                numerator *= of_state
-            numerator += self._own_scores(weights, own, of_own) @ own.tile.v
-        total = torch.where(at_least_tiny(numerator[..., -1]), numerator[..., -1], NOWHERE)
-        self.p.put_rows(out, start, self.block, numerator[..., :-1] / total[..., None])
-        self.p.put_rows(normaliser, start, self.block, total)
+                far *= of_state
+            near = self._own_scores(weights, own, of_own) @ own.tile.v
+        total = far[..., -1:] if near is None else far[..., -1:] + near[..., -1:]
+        total = torch.where(at_least_tiny(total), total, NOWHERE)
+        rows = normalised_rows(far, near, total, read.centre)
+        self.p.put_rows(target, piece.start, self.block, rows, total[..., 0])
 
     def _read_backward(
-        self, start: int, states: Tensor, own: _Keys | None, saved: Saved, into: LinearGradients
+        self, piece: Piece, read: _Read, own: _Keys | None, saved: Saved, into: LinearGradients
     ) -> tuple[Tensor, "_OwnGradients | None"]:
         """Adds the queries' gradients; returns those of the states, and of the own block's keys."""
-        x, projected, phi, size = self._queries(start)
-        grad, total = self.p.output_gradient(saved, start, self.block, x.shape[2])
-        grad = grad / total[..., None]
+        x, projected, phi, size = self._queries(piece)
+        grad, centred_grad, total = self.p.output_gradient(saved, piece.start, self.block, x.shape[2], read.centre)
+        grad, centred_grad = (g / total[..., None] for g in (grad, centred_grad))
         weights = phi / size
-        dweights = grad @ states.mT
+        dweights = centred_grad @ read.states.mT
         reads, own_gradients = weights.mT @ grad, None
         if own is not None:
             of_state, of_own = self._row_factors(own)
@@ -269,7 +291,7 @@ class _Engine:
             dweights += dscores @ own.phi
             own_gradients = _OwnGradients(dscores.mT @ weights, dvalues, dlog_weight)
         dprojected = dweights.mul_(self.map.slope(projected, phi) / size)
-        self.p.add_query_gradients(into.q, start, self.block, self._unproject(x, dprojected, into))
+        self.p.add_query_gradients(into.q, piece.start, self.block, self._unproject(x, dprojected, into))
         return reads, own_gradients
 
     def _row_factors(self, own: _Keys) -> tuple[Tensor | None, Tensor | None]:
@@ -291,12 +313,12 @@ class _Engine:
         return scores if factor is None else scores.mul_(factor)
 
     def _backward_tile(
-        self, start: int, state: tuple[Tensor, Tensor], saved: Saved, grad_state: Tensor, into: LinearGradients
+        self, piece: Piece, state: FarField, saved: Saved, grad_state: Tensor, into: LinearGradients
     ) -> Tensor:
-        keys, states, decay, _ = self._open(start, state)
-        reads, own = self._read_backward(start, states, keys, saved, into)
-        grad_updates, grad_state = scan_backward(reads, decay, grad_state)
-        self._keys_backward(keys, grad_updates, own, into)
+        tile = self._open(piece, state)
+        reads, own = self._read_backward(piece, tile.read, tile.keys, saved, into)
+        grad_updates, grad_state = scan_backward(reads, tile.decay, grad_state)
+        self._keys_backward(tile.keys, grad_updates, own, into)
         return grad_state
 
     def _keys_backward(

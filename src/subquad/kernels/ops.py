@@ -12,13 +12,14 @@ from subquad import checks
 from subquad.features import FeatureMap
 from subquad.kernels import arguments, favor, linear
 from subquad.kernels.arguments import Sizes
+from subquad.kernels.centre import LOW
 from subquad.kernels.cpu import favor as cpu_favor
 from subquad.kernels.cpu import linear as cpu_linear
 from subquad.kernels.engines import choose_engine
 from subquad.kernels.favor import EngineOptions, FavorInputs
 from subquad.kernels.linear import LinearInputs, LinearOptions
 from subquad.kernels.precision import without_autocast
-from subquad.kernels.problem import Saved
+from subquad.kernels.problem import Saved, keeps_low
 
 
 def _needs_gradients(*tensors: Tensor | None) -> bool:
@@ -100,37 +101,48 @@ def _favor_forward(*args: Any) -> tuple[Tensor, ...]:
 def _favor_forward_fake(*args: Any) -> tuple[Tensor, ...]:
     inputs, options, _ = _favor_problem("favor_forward", *args)
     num_features, count = inputs.map.num_features, _favor_borders(inputs, options)
-    return _fake_outputs(inputs.q, inputs.k, inputs.v, num_features, num_features, (2,), count, options.causal)
+    return _fake_outputs(inputs, options, num_features, num_features, (2,), count)
 
 
 def _fake_outputs(
-    q: Tensor, k: Tensor, v: Tensor, num_features: int, num_maxima: int, normaliser: tuple, borders: int, causal: bool
+    inputs: FavorInputs | LinearInputs,
+    options: EngineOptions | LinearOptions,
+    num_features: int,
+    num_maxima: int,
+    normaliser: tuple,
+    borders: int,
 ) -> tuple[Tensor, ...]:
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    far_max = (q.shape[0], k.shape[1], num_maxima)
-    far_sum = (q.shape[0], k.shape[1], num_features, v.shape[-1] + 1)
+    q, k, v = inputs[:3]
+    dtype, causal = torch.promote_types(q.dtype, torch.float32), options.causal
+    heads, rows = (q.shape[0], k.shape[1]), (*q.shape[:3], v.shape[-1])
+    far_max, far_sum = (*heads, num_maxima), (*heads, num_features, v.shape[-1] + 1)
     return (
-        q.new_empty(*q.shape[:3], v.shape[-1]),
+        q.new_empty(rows),
         q.new_empty(*q.shape[:3], *normaliser, dtype=dtype),
+        q.new_empty(rows if keeps_low(q, options.borders) else (0,), dtype=LOW),
         q.new_empty(borders, *far_max, dtype=dtype),
-        q.new_empty(borders, *far_sum, dtype=dtype),
+        q.new_empty(borders, *heads, num_features + 1, v.shape[-1] + 1, dtype=dtype),
         q.new_empty(far_max if causal else (0,), dtype=dtype),
         q.new_empty(far_sum if causal else (0,), dtype=dtype),
     )
 
 
+def _fake_state_gradient(borders_sum: Tensor, causal: bool) -> Tensor:
+    return borders_sum.new_empty(borders_sum[0, :, :, :-1].shape if causal else (0,))
+
+
 def _favor_saved(*args: Any) -> tuple[FavorInputs, EngineOptions]:
-    inputs, options, sizes = _favor_problem("favor_backward", *args[7:])
+    inputs, options, sizes = _favor_problem("favor_backward", *args[8:])
     borders = _favor_borders(inputs, options._replace(borders=True))
-    given = zip(arguments.FAVOR_SAVED, args[:6], strict=True)
+    given = zip(arguments.FAVOR_SAVED, args[:7], strict=True)
     arguments.saved(sizes, arguments.FAVOR_SAVED, borders, dict(given))
     return inputs, options
 
 
 def _favor_backward(*args: Any) -> list[Tensor]:
-    grad_out, out, lognorm, borders_max, borders_sum, grad_far_sum, want_map, *rest = args
+    grad_out, out, lognorm, low, borders_max, borders_sum, grad_far_sum, want_map, *rest = args
     inputs, options = _favor_saved(*args)
-    saved = Saved(grad_out, out, lognorm)
+    saved = Saved(grad_out, out, lognorm, low)
     gradients, grad_state, of_map = _FAVOR_ENGINES[options.engine].backward(
         inputs, options, saved, borders_max, borders_sum, grad_far_sum, want_map
     )
@@ -139,12 +151,12 @@ def _favor_backward(*args: Any) -> list[Tensor]:
 
 
 def _favor_backward_fake(*args: Any) -> list[Tensor]:
-    _, _, _, _, borders_sum, _, want_map, *rest = args
+    _, _, _, _, _, borders_sum, _, want_map, *rest = args
     _favor_saved(*args)
     tensors = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in rest[:5]]
     dtype = borders_sum.dtype
     maps = [borders_sum.new_empty(0) if t is None else t.new_empty(t.shape, dtype=dtype) for t in rest[5:10]]
-    state = borders_sum.new_empty(borders_sum.shape[1:] if rest[18] else (0,))
+    state = _fake_state_gradient(borders_sum, causal=rest[18])
     return [*tensors, *(maps if want_map else ()), state]
 
 
@@ -152,32 +164,33 @@ favor_forward = make_operator(
     "favor_forward",
     _favor_forward,
     _favor_forward_fake,
-    f"({_FAVOR_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"({_FAVOR_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 favor_backward = make_operator(
     "favor_backward",
     _favor_backward,
     _favor_backward_fake,
-    "(Tensor grad_out, Tensor out, Tensor lognorm, Tensor borders_max, Tensor borders_sum, Tensor? grad_far_sum, "
-    f"bool want_map, {_FAVOR_ARGUMENTS}) -> Tensor[]",
+    "(Tensor grad_out, Tensor out, Tensor lognorm, Tensor? low, Tensor borders_max, Tensor borders_sum, "
+    f"Tensor? grad_far_sum, bool want_map, {_FAVOR_ARGUMENTS}) -> Tensor[]",
 )
 
 
 def _favor_save(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.set_materialize_grads(False)
     ctx.options = inputs[_FAVOR_TENSORS:]
-    ctx.save_for_backward(*output[:4], *inputs[:_FAVOR_TENSORS])
-    ctx.mark_non_differentiable(*output[1:5])
+    ctx.save_for_backward(*output[:5], *inputs[:_FAVOR_TENSORS])
+    ctx.mark_non_differentiable(*output[1:6])
 
 
 def _favor_gradients(ctx: Any, grad_out: Tensor | None, *others: Tensor | None) -> tuple:
-    out, lognorm, borders_max, borders_sum, *tensors = ctx.saved_tensors
+    out, lognorm, low, borders_max, borders_sum, *tensors = ctx.saved_tensors
     want_map = any(ctx.needs_input_grad[5:_FAVOR_DIFFERENTIABLE])
     of_tensors = favor_backward(
         *(
             grad_or_zeros(grad_out, out),
             out,
             lognorm,
+            low if low.numel() else None,
             borders_max,
             borders_sum,
             _of_last_state(others, borders_sum),
@@ -238,21 +251,21 @@ def _linear_forward_fake(*args: Any) -> tuple[Tensor, ...]:
     inputs, options, sizes = _linear_problem("linear_forward", *args)
     num_features = sizes["M"]
     count = _linear_borders(inputs, options, num_features)
-    return _fake_outputs(inputs.q, inputs.k, inputs.v, num_features, 1, (), count, options.causal)
+    return _fake_outputs(inputs, options, num_features, 1, (), count)
 
 
 def _linear_saved(*args: Any) -> tuple[LinearInputs, LinearOptions]:
-    inputs, options, sizes = _linear_problem("linear_backward", *args[7:])
+    inputs, options, sizes = _linear_problem("linear_backward", *args[8:])
     borders = _linear_borders(inputs, options._replace(borders=True), sizes["M"])
-    given = zip(arguments.LINEAR_SAVED, args[:6], strict=True)
+    given = zip(arguments.LINEAR_SAVED, args[:7], strict=True)
     arguments.saved(sizes, arguments.LINEAR_SAVED, borders, dict(given))
     return inputs, options
 
 
 def _linear_backward(*args: Any) -> list[Tensor]:
-    grad_out, out, normaliser, borders_max, borders_sum, grad_far_sum, want_weight, *_ = args
+    grad_out, out, normaliser, low, borders_max, borders_sum, grad_far_sum, want_weight, *_ = args
     inputs, options = _linear_saved(*args)
-    saved = Saved(grad_out, out, normaliser)
+    saved = Saved(grad_out, out, normaliser, low)
     backward = _LINEAR_ENGINES[options.engine].backward
     gradients = backward(inputs, options, saved, borders_max, borders_sum, grad_far_sum, want_weight)
     tensors = (*inputs[:5], borders_sum)
@@ -260,10 +273,9 @@ def _linear_backward(*args: Any) -> list[Tensor]:
 
 
 def _linear_backward_fake(*args: Any) -> list[Tensor]:
-    _, _, _, _, borders_sum, _, _, *rest = args
+    _, _, _, _, _, borders_sum, _, _, *rest = args
     _linear_saved(*args)
-    causal = rest[9]
-    state = borders_sum.new_empty(borders_sum.shape[1:] if causal else (0,))
+    state = _fake_state_gradient(borders_sum, causal=rest[9])
     tensors = [borders_sum.new_empty(0) if t is None else t.new_empty(t.shape) for t in rest[:5]]
     return [*tensors, state]
 
@@ -272,31 +284,32 @@ linear_forward = make_operator(
     "linear_forward",
     _linear_forward,
     _linear_forward_fake,
-    f"({_LINEAR_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"({_LINEAR_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 linear_backward = make_operator(
     "linear_backward",
     _linear_backward,
     _linear_backward_fake,
-    "(Tensor grad_out, Tensor out, Tensor normaliser, Tensor borders_max, Tensor borders_sum, Tensor? grad_far_sum, "
-    f"bool want_weight, {_LINEAR_ARGUMENTS}) -> Tensor[]",
+    "(Tensor grad_out, Tensor out, Tensor normaliser, Tensor? low, Tensor borders_max, Tensor borders_sum, "
+    f"Tensor? grad_far_sum, bool want_weight, {_LINEAR_ARGUMENTS}) -> Tensor[]",
 )
 
 
 def _linear_save(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.set_materialize_grads(False)
     ctx.options = inputs[_LINEAR_TENSORS:]
-    ctx.save_for_backward(*output[:4], *inputs[:_LINEAR_TENSORS])
-    ctx.mark_non_differentiable(*output[1:5])
+    ctx.save_for_backward(*output[:5], *inputs[:_LINEAR_TENSORS])
+    ctx.mark_non_differentiable(*output[1:6])
 
 
 def _linear_gradients(ctx: Any, grad_out: Tensor | None, *others: Tensor | None) -> tuple:
-    out, normaliser, borders_max, borders_sum, *tensors = ctx.saved_tensors
+    out, normaliser, low, borders_max, borders_sum, *tensors = ctx.saved_tensors
     gradients = linear_backward(
         *(
             grad_or_zeros(grad_out, out),
             out,
             normaliser,
+            low if low.numel() else None,
             borders_max,
             borders_sum,
             _of_last_state(others, borders_sum),

@@ -6,11 +6,13 @@ normaliser.
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from subquad.kernels.centre import LOW, Piece, Rows
 from subquad.kernels.tiles import add_window, from_blocks, to_blocks, window, with_ones
 
 FLOOR = -1e30  # running maximum of no key at all: finite, because -inf - -inf is NaN
@@ -31,10 +33,10 @@ def border_count(length: int, tile: int, num_features: int) -> int:
     return -(-tiles // tiles_per_border(tile, num_features))
 
 
-def between_borders(starts: list[int], tile: int, num_features: int) -> list[list[int]]:
-    """The tiles that follow each border, in the order of the sweep."""
+def between_borders(tiles: list[list[Piece]], tile: int, num_features: int) -> list[list[Piece]]:
+    """The pieces that follow each border, in the order of the sweep."""
     step = tiles_per_border(tile, num_features)
-    return [starts[i : i + step] for i in range(0, len(starts), step)]
+    return [list(chain.from_iterable(tiles[i : i + step])) for i in range(0, len(tiles), step)]
 
 
 @dataclass
@@ -48,10 +50,34 @@ class KeyTile:
 
 
 class Saved(NamedTuple):
-    """What the backward gets of each row: output and its gradient `[B, H, T, Dv]`, normaliser(s) `[B, H, T, ..]`."""
+    """What the backward gets of each row: output and its gradient `[B, H, T, Dv]`, normaliser(s) `[B, H, T, ..]`, and
+    what rounding left out of the output (None: nothing)."""
 
     grad_out: Tensor
     out: Tensor
+    normaliser: Tensor
+    low: Tensor | None = None
+
+
+class Target(NamedTuple):
+    """Where rows go: outputs `[B, H, T, Dv]`, normaliser(s) `[B, H, T, ..]`, and low parts of outputs, or nothing."""
+
+    out: Tensor
+    normaliser: Tensor
+    low: Tensor
+
+
+def keeps_low(q: Tensor, borders: bool) -> bool:
+    """Whether the backward gets what rounding left out of the outputs; in half precision the outputs' own is larger."""
+    return borders and q.dtype in (torch.float32, torch.float64)
+
+
+class OutputGradient(NamedTuple):
+    """plain: `[g, -g.o]` `[B, K, N, R, V]`, whose product with `[v, 1]` is g.(v - o). centred: `[g, -g.(o - c)]`, for
+    sums of v - c. normaliser `[B, K, N, R, ..]`."""
+
+    plain: Tensor
+    centred: Tensor
     normaliser: Tensor
 
 
@@ -88,23 +114,44 @@ class Problem:
             mask = torch.ones(1, self.key_length, dtype=torch.bool, device=self.k.device)
         return to_blocks(window(mask[:, None], first, last), block)
 
-    def output_gradient(self, saved: Saved, start: int, block: int, blocks: int) -> tuple[Tensor, Tensor]:
-        """`[g, -g.o]` `[B, K, N, R, V]`, whose product with `[v, 1]` is g.(v - o); and the normaliser."""
+    def output_gradient(self, saved: Saved, start: int, block: int, blocks: int, centre: Tensor) -> "OutputGradient":
+        """centre `[B, K, 1, V]`."""
         stop = start + block * blocks
-        grad_out, out = (window(t, start, stop).to(self.dtype) for t in (saved.grad_out, saved.out))
-        grad = torch.cat([grad_out, -(grad_out * out).sum(-1, keepdim=True)], dim=-1)
-        normaliser = window(saved.normaliser, start, stop, fill=NOWHERE)
-        return to_blocks(grad, block, self.groups), to_blocks(normaliser, block, self.groups)
+
+        def rows(x: Tensor) -> Tensor:
+            return to_blocks(window(x, start, stop), block, self.groups)
+
+        grad_out, out = rows(saved.grad_out).to(self.dtype), rows(saved.out).to(self.dtype)
+        centre = centre[:, :, None, :, :-1]
+        centred = out - centre
+        if saved.low is not None:
+            centred += Rows.unpacked(out, rows(saved.low)).low
+        dot = (grad_out * centred).sum(-1, keepdim=True)
+        whole_dot = dot + grad_out @ centre.mT
+        normaliser = to_blocks(window(saved.normaliser, start, stop, fill=NOWHERE), block, self.groups)
+        return OutputGradient(
+            torch.cat([grad_out, -whole_dot], dim=-1), torch.cat([grad_out, -dot], dim=-1), normaliser
+        )
 
     def causal_scores(self, scores: Tensor, block: int) -> Tensor:
         """Zeroes, in place, what lies after a row's own position. `[B, K, N, R, C]`."""
         scores.unflatten(3, (self.groups, block)).tril_()
         return scores
 
-    def put_rows(self, target: Tensor, start: int, block: int, rows: Tensor) -> None:
-        rows = from_blocks(rows, block, self.groups)
-        stop = min(start + rows.shape[2], target.shape[2])
-        target[:, :, start:stop] = rows[:, :, : stop - start]
+    def new_target(self, normalisers: tuple[int, ...], borders: bool) -> Target:
+        shape = (*self.q.shape[:3], self.value_dim)
+        out = self.q.new_empty(*shape, dtype=self.dtype)
+        low = self.q.new_empty(shape if keeps_low(self.q, borders) else (0,), dtype=LOW)
+        return Target(out, out.new_empty(*shape[:3], *normalisers), low)
+
+    def put_rows(self, target: Target, start: int, block: int, rows: Rows, normaliser: Tensor) -> None:
+        pairs = [(target.out, rows.out), (target.normaliser, normaliser)]
+        if target.low.numel():
+            pairs.append((target.low, rows.packed_low()))
+        for into, x in pairs:
+            x = from_blocks(x, block, self.groups)
+            stop = min(start + x.shape[2], into.shape[2])
+            into[:, :, start:stop] = x[:, :, : stop - start]
 
     def zeros_like(self, tensor: Tensor) -> Tensor:
         return torch.zeros(tensor.shape, dtype=self.dtype, device=tensor.device)

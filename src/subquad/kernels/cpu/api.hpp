@@ -33,17 +33,21 @@ struct Problem {
   const float *far_max, *far_sum;             // [B, K, M], [B, K, M, V + 1], or null
 };
 
-// All float32 and dense. `borders` are the states at which segments begin, in the order of the sweeps.
+// All float32 (but `low`) and dense. `borders` are the states at which segments begin, in the order of the sweeps; row M of
+// their sums is the centre of the values.
 struct Forward {
   float* out;                        // [B, H, T, V]
   float* normaliser;                 // [B, H, T, 2] logarithms (far, exact); [B, H, T] sums unless EXP
-  float *borders_max, *borders_sum;  // [borders, B, K, M], [borders, B, K, M, V + 1], or null
+  int8_t* low;                       // [B, H, T, V] what rounding left out of `out`, see low.hpp, or null
+  float *borders_max, *borders_sum;  // [borders, B, K, M], [borders, B, K, M + 1, V + 1], or null
   float *far_max, *far_sum;          // after the last token, or null
 };
 
 struct Backward {
   Array grad_out, out;                          // of the problem's dtype
-  const float *normaliser, *borders_max, *borders_sum;
+  const float* normaliser;
+  const int8_t* low;                            // or null
+  const float *borders_max, *borders_sum;
   float *q, *k, *v;                             // filled
   float *sink_k, *sink_v;                       // [slices, B, K, sinks, ..] zeros
   float *query, *key, *key_bias;                // [B, K, M, D], [B, K, M] zeros, or null: not wanted

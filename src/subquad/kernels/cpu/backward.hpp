@@ -1,6 +1,7 @@
 // One task's way back along the blocks: what it kept is a state per segment; the rest is computed again.
 //
-// With the normaliser of each row saved, a weight's gradient is weight * (g.v - g.out): no maxima take part in it.
+// With the normaliser of each row saved, a weight's gradient is weight * (g.v - g.out): no maxima take part in it. Only
+// where queries read the far field, which has a centre, both v and out are relative to that.
 #pragma once
 #include "forward.hpp"
 #include "passes.hpp"
@@ -72,7 +73,7 @@ class BackwardTask {
     expect(View::NO_BLOCK, b + 1);
     for (int group = 0; group < v.p.groups; ++group) {
       open_rows(group, begin, int(count), grad_);  // without maxima no state is needed
-      load_gradient();
+      load_gradient(nullptr);
       normalise_weights();
       add_to_field();
     }
@@ -105,6 +106,8 @@ class BackwardTask {
     grad_lanes_ = pool().take(n * v.V);
     grad_columns_ = pool().take(n * v.height);
     minus_dot_ = pool().take(n);
+    centred_dot_ = pool().take(n);
+    lows_ = pool().zeros(LANES * v.height);
     dlogs_ = pool().take(n * v.M);
     key_dlogs_ = pool().take(n * v.M);
     scratch_ = v.p.rule == GROUPS ? pool().take(n * v.M) : nullptr;
@@ -159,7 +162,8 @@ class BackwardTask {
     const bool cut = pass.kind == Pass::OWN;  // as the forward cut it
     Fold* folds = &folds_[place * folds_per_block()];
     if (v.in_place()) scout_.lanes = folds->weights;  // where they are to stay
-    scout_.load(v, begin, cut ? int(std::min<long>(v.p.block, v.p.length - begin)) : v.p.block);
+    const int count = cut ? int(std::min<long>(v.p.block, v.p.length - begin)) : v.p.block;
+    scout_.load(v, begin, count, work_.centre);
     for (int i = 0; i < scout_.count; i += TILE, ++folds) {
       make_fold(v, scout_, i, std::min(TILE, scout_.count - i), work_.max, false, *folds, &work_);
     }
@@ -262,7 +266,7 @@ class BackwardTask {
   }
   void fold_part(long begin, int count, Field& field) {
     OwnedFold fold(v, count);
-    scout_.load(v, begin, count);
+    scout_.load(v, begin, count, field.centre);
     make_fold(v, scout_, 0, count, field.max, false, fold, &field);
   }
 
@@ -296,7 +300,9 @@ class BackwardTask {
     return false;
   }
 
-  SUBQUAD_STAGE void load_gradient() {
+  // Gradients of outputs, and their products with these: as they are, and, for a state that is read, about its centre.
+  SUBQUAD_STAGE void load_gradient(const Field* state) {
+    const bool centred = state && state->is_centred(v);
     for (int i = 0; i < r_.height(); i += LANES) {
       const auto there = [&](int j) { return i + j < r_.count; };
       grad_stage_.read(saved_.grad_out, v.p.dtype, v.b, r_.head, r_.token + i, 1, there);
@@ -306,9 +312,25 @@ class BackwardTask {
       Vec sums[LANES] = {};
       for (int j = 0; j < LANES; ++j)
         for (int d = 0; d < v.V; d += LANES) sums[j] -= grad_stage_.at(j, d) * out_stage_.at(j, d);
-      store(minus_dot_ + i, sums_across(sums));
+      const Vec dot = sums_across(sums);
+      store(minus_dot_ + i, dot);
+      store(centred_dot_ + i, centred ? centred_dot(i, state->centre) : dot);
       grad_stage_.write(i, r_.height(), grad_lanes_, grad_columns_);
     }
+  }
+  // The same for LANES rows from i on, which are staged, with all digits that the forward knew of outputs.
+  Vec centred_dot(int i, const float* centre) {
+    for (int j = 0; j < LANES && saved_.low && i + j < r_.count; ++j) {
+      const long row = (v.b * v.p.key_heads * v.p.groups + r_.head) * v.p.length + r_.token + i + j;
+      unpack_low(out_stage_.row(j), saved_.low + row * v.V, v.V, lows_ + j * v.height);
+    }
+    Vec sums[LANES] = {};
+    for (int j = 0; j < LANES; ++j)
+      for (int d = 0; d < v.V; d += LANES) {
+        const Vec less = out_stage_.at(j, d) - load(centre + d);
+        sums[j] -= grad_stage_.at(j, d) * (less + load(lows_ + j * v.height + d));
+      }
+    return sums_across(sums);
   }
 
   // Weights under the saved normaliser, or, where the gradient is divided by that, of common size.
@@ -323,13 +345,13 @@ class BackwardTask {
       constexpr int KIND = decltype(kind)::value;
       each_vector(v.M, r_.panel_count, dlogs_, [&](float* x, int m, int t) {
         const Vec gain = slope<KIND>(load(r_.weights + (x - dlogs_)), load(r_.unit + t));
-        store(x, (load(x) + splat(state.total[m]) * load(minus_dot_ + t)) * gain);
+        store(x, (load(x) + splat(state.total[m]) * load(centred_dot_ + t)) * gain);
       });
     });
   }
 
   void rows_backward(int group, int offset, const Field& state, Keys* own, const Fold* fold) {
-    load_gradient();
+    load_gradient(&state);
     normalise_weights();
     const int tall = int(r_.height());
     const Right g_lanes{grad_lanes_, long(v.V) * PANEL};
@@ -418,7 +440,7 @@ class BackwardTask {
   std::vector<Field> states_;
   std::vector<Fold> folds_;
   MapGradients map_{};
-  float *grad_lanes_, *grad_columns_, *minus_dot_, *dlogs_, *key_dlogs_, *fold_total_, *scratch_, *dx_;
+  float *grad_lanes_, *grad_columns_, *minus_dot_, *centred_dot_, *lows_, *dlogs_, *key_dlogs_, *fold_total_, *scratch_, *dx_;
   float *scores_ = nullptr, *dscores_ = nullptr, *dscores_transposed_ = nullptr;
   float largest_[TILE];
   Stage grad_stage_, out_stage_;

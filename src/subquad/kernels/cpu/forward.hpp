@@ -1,5 +1,7 @@
 // One task's sweep along the blocks of a sequence; what is read when, and why, is said in favor/sweep.py.
 #pragma once
+#include "centre.hpp"
+#include "low.hpp"
 #include "neighbours.hpp"
 
 namespace subquad {
@@ -7,9 +9,17 @@ namespace subquad {
 constexpr float CERTIFICATE = 1e-8f;  // as in favor/sweep.py
 constexpr int SPLIT = 4;
 
+// A row of outputs, packed low part (or null), and normaliser: logarithms (far, exact) of what was seen; -inf: nothing.
+struct OutputRow {
+  float* out;
+  int8_t* low;
+  float* norm;
+};
+
 // Where a task's rows go: outputs and normalisers of one key head's queries, from token `first` on.
 struct Output {
   float *out, *norm;
+  int8_t* low;         // or null
   long first, tokens;  // tokens per head
   int norms;           // numbers per normaliser
   bool merge;          // into what another sweep left there
@@ -18,16 +28,39 @@ struct Output {
   static int norms_of(const View& v) { return v.logarithmic() ? 2 : 1; }
   float* out_row(const View& v, long group, long t) const { return out + (group * tokens + t - first) * v.V; }
   float* norm_row(long group, long t) const { return norm + (group * tokens + t - first) * norms; }
+  OutputRow row(const View& v, long group, long t) const {
+    int8_t* low_row = low ? low + (group * tokens + t - first) * v.V : nullptr;
+    return {out_row(v, group, t), low_row, norm_row(group, t)};
+  }
 };
 
-// Two parts of a row under one normaliser. Logarithms (far, exact) of what each part saw; -inf: nothing.
-inline void merge_row(const View& v, const float* part, const float* part_norm, float* out, float* norm) {
-  if (part_norm[0] == -INFINITE) return;
-  const float lead = norm[0] - part_norm[0], other = std::exp(-std::fabs(lead));  // the larger part weighs 1
-  const float total = 1 + other, own_share = (lead > 0 ? 1 : other) / total, part_share = (lead > 0 ? other : 1) / total;
-  for (int j = 0; j < v.V; ++j) out[j] = own_share * out[j] + part_share * part[j];
-  const float* larger = lead > 0 ? norm : part_norm;
-  const float grown = std::log(total), far = larger[0] + grown, exact = larger[1] + grown;
+// Room for the low parts of two rows.
+struct Lows {
+  float *one, *other;
+  static Lows allocate(const View& v) { return {pool().take(v.height), pool().take(v.height)}; }
+};
+
+// Two parts of a row under one normaliser; the smaller one pulls at the larger one.
+inline void merge_row(const View& v, const OutputRow& part, const OutputRow& into, const Lows& lows) {
+  float* norm = into.norm;
+  if (part.norm[0] == -INFINITE) return;
+  const float lead = norm[0] - part.norm[0], other = std::exp(-std::fabs(lead)), total = 1 + other;
+  const bool keeps = lead > 0;  // what is there weighs more
+  const float pull = other / total;
+  if (into.low) {
+    unpack_low(into.out, into.low, v.V, keeps ? lows.one : lows.other);
+    unpack_low(part.out, part.low, v.V, keeps ? lows.other : lows.one);
+  }
+  const float *larger = keeps ? into.out : part.out, *smaller = keeps ? part.out : into.out;
+  for (int j = 0; j < v.V; ++j) {
+    const float origin = larger[j], change = pull * (smaller[j] - origin);
+    const float merged = origin + change;
+    if (into.low) lows.one[j] += pull * (lows.other[j] - lows.one[j]) + (change - (merged - origin));
+    into.out[j] = merged;
+  }
+  if (into.low) pack_low(into.out, lows.one, v.V, into.low);
+  const float* most = keeps ? norm : part.norm;
+  const float grown = std::log(total), far = most[0] + grown, exact = most[1] + grown;
   norm[0] = far, norm[1] = exact;
 }
 
@@ -43,6 +76,8 @@ class ForwardTask {
   ForwardTask(const View& view, Field field, Output output)
       : v(with_maps(view)), field_(field), to_(output), r_(Rows::allocate(view, false)), near_(view, nullptr) {
     fold_ = Fold::allocate(v, TILE);
+    lows_ = Lows::allocate(v);
+    part_ = {pool().take(v.height), reinterpret_cast<int8_t*>(pool().take(v.height)), nullptr};
     if (v.p.near_blocks || !v.p.causal) return;
     scores_ = pool().take(TILE * TILE);
     before_ = Field::over(v, pool().take(Field::size(v)));
@@ -107,7 +142,8 @@ class ForwardTask {
     v.expect_rows(v.p.q, queries, v.D);
   }
 
-  void fold_block(const Keys& block) {
+  void fold_block(Keys& block) {
+    if (field_.is_centred(v)) block.subtract(v, field_.centre);
     for (int begin = 0; begin < block.count; begin += TILE) {
       make_fold(v, block, begin, std::min(TILE, block.count - begin), field_.max, false, fold_, &field_);
     }
@@ -135,11 +171,16 @@ class ForwardTask {
       if (v.logarithmic()) query_weights(v, field_.total, r_, begin, features);
       read_field(begin, features);
     });
+    centred_ = field_.is_centred(v);
+    std::copy(r_.sum, r_.sum + r_.height(), far_sum_);
+    std::fill(r_.sum, r_.sum + r_.height(), 0.0f);
     if (own) add_own(*own);
     if (!near_.exact.empty()) {
       near_.exact.weights(v, r_, offset);
       near_.exact.add_values(v, r_, offset);
     }
+    std::copy(r_.sum, r_.sum + r_.height(), near_sum_);
+    for (int t = 0; t < r_.height(); ++t) r_.sum[t] += far_sum_[t];
     for (int i = 0; i < count; ++i) v.logarithmic() ? write_logarithmic(group, i) : write_linear(group, i);
     return smallest_sum();
   }
@@ -186,7 +227,7 @@ class ForwardTask {
   }
 
   void own_tokens(long begin, int count) {
-    const Keys& block = near_.tokens(begin, count);
+    Keys& block = near_.tokens(begin, count);
     std::copy(field_.max, field_.max + v.M, before_.max);
     make_fold(v, block, 0, count, field_.max, false, fold_);
     if (fold_.decays) {  // the own keys stand at the later maxima, so the field must too
@@ -196,7 +237,10 @@ class ForwardTask {
     float smallest = INFINITE;
     for (int group = 0; group < v.p.groups; ++group)
       smallest = std::min(smallest, read_rows(group, begin, count, 0, &block));
-    if (smallest >= CERTIFICATE || count == 1 || !v.logarithmic()) return add_fold(v, block, fold_, field_, 0, v.M);
+    if (smallest >= CERTIFICATE || count == 1 || !v.logarithmic()) {
+      if (field_.is_centred(v)) block.subtract(v, field_.centre);
+      return add_fold(v, block, fold_, field_, 0, v.M);
+    }
     if (fold_.decays) field_.copy_from(v, before_);
     const int part = std::max(1, count / SPLIT);
     for (int i = 0; i < count; i += part) own_tokens(begin + i, std::min(part, count - i));
@@ -212,27 +256,43 @@ class ForwardTask {
     return smallest;
   }
 
-  void write_logarithmic(int group, int i) {
-    float* row = r_.out + i * v.height;
-    const float sum = r_.sum[i], inverse = sum > 0 ? 1 / sum : 1, log_sum = sum > 0 ? std::log(sum) : -INFINITE;
-    const float found[2] = {r_.far[i] + log_sum, r_.exact[i] + log_sum};
-    float *out = to_.out_row(v, group, r_.token + i), *norm = to_.norm_row(group, r_.token + i);
-    for (int j = 0; j < v.V; ++j) row[j] *= inverse;
-    if (to_.merge) {
-      merge_row(v, row, found, out, norm);
-    } else {
-      std::copy(row, row + v.V, out);
-      norm[0] = found[0], norm[1] = found[1];
+  // The row's sums over their normaliser into outputs, with the centre in them.
+  void write_row(int i, float divisor, const OutputRow& to) {
+    float* sums = r_.out + i * v.height;
+    float inverse = 1 / divisor;
+    if (std::isinf(inverse)) {  // of a number that is not
+      for (int j = 0; j < v.V; ++j) sums[j] /= divisor;
+      inverse = 1;
     }
-    if (to_.last && norm[0] == -INFINITE) norm[0] = norm[1] = INFINITE;
+    if (!centred_) {
+      for (int j = 0; j < v.V; ++j) to.out[j] = sums[j] * inverse;
+      if (to.low) std::fill(to.low, to.low + v.V, int8_t(0));
+      return;
+    }
+    CentredRow{far_sum_[i] / divisor, near_sum_[i] / divisor}.finish(field_.centre, v.V, inverse, sums, to.out);
+    if (to.low) pack_low(to.out, sums, v.V, to.low);
+  }
+
+  void write_logarithmic(int group, int i) {
+    const float sum = r_.sum[i], log_sum = sum > 0 ? std::log(sum) : -INFINITE;
+    float found[2] = {r_.far[i] + log_sum, r_.exact[i] + log_sum};
+    const OutputRow to = to_.row(v, group, r_.token + i);
+    if (to_.merge) {
+      const OutputRow part{part_.out, to.low ? part_.low : nullptr, found};
+      write_row(i, sum > 0 ? sum : 1, part);
+      merge_row(v, part, to, lows_);
+    } else {
+      write_row(i, sum > 0 ? sum : 1, to);
+      to.norm[0] = found[0], to.norm[1] = found[1];
+    }
+    if (to_.last && to.norm[0] == -INFINITE) to.norm[0] = to.norm[1] = INFINITE;
   }
 
   void write_linear(int group, int i) {
-    float* out = to_.out_row(v, group, r_.token + i);
-    const float sum = r_.sum[i], divisor = std::fabs(sum) < TINY ? INFINITE : sum, inverse = 1 / divisor;
-    const float* row = r_.out + i * v.height;
-    for (int j = 0; j < v.V; ++j) out[j] = row[j] * inverse;
-    *to_.norm_row(group, r_.token + i) = divisor;
+    const float sum = r_.sum[i], divisor = std::fabs(sum) < TINY ? INFINITE : sum;
+    const OutputRow to = to_.row(v, group, r_.token + i);
+    write_row(i, divisor, to);
+    *to.norm = divisor;
   }
 
   View v;
@@ -241,6 +301,10 @@ class ForwardTask {
   Rows r_;
   Neighbours near_;
   Fold fold_;
+  Lows lows_;
+  OutputRow part_;  // of a row that is to be merged
+  float far_sum_[TILE], near_sum_[TILE];  // what a row weighs in the far field, and elsewhere
+  bool centred_ = false;
   float* scores_ = nullptr;
   long first_seen_ = 0;
 };

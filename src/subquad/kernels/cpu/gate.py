@@ -53,12 +53,12 @@ FIELDS: dict[type[Structure], dict[str, str]] = {
     },
     Forward: {
         **{"out": "made B H T V", "normaliser": "made B H T norms"},
-        **{"borders_max": "made borders B K maxima", "borders_sum": "made borders B K M V+1"},
+        **{"low": "low B H T V", "borders_max": "made borders B K maxima", "borders_sum": "made borders B K M+1 V+1"},
         **{"far_max": "made B K maxima", "far_sum": "made B K M V+1"},
     },
     Backward: {
         **{"grad_out": "rows B H T V", "out": "rows B H T V", "normaliser": "float B H T norms"},
-        **{"borders_max": "float borders B K maxima", "borders_sum": "float borders B K M V+1"},
+        **{"low": "low B H T V", "borders_max": "float borders B K maxima", "borders_sum": "float borders B K M+1 V+1"},
         **{"q": "made B H T D", "k": "made B K S D", "v": "made B K S V"},
         **{"sink_k": "made slices B K sinks D", "sink_v": "made slices B K sinks V"},
         **{"query": "made B K M D", "key": "made B K M D", "key_bias": "made B K M"},
@@ -220,7 +220,12 @@ def _sizes(n: dict[str, int]) -> dict[str, int | None]:
     return {
         **{"B": n["batch"], "K": n["key_heads"], "H": n["key_heads"] * n["groups"]},
         **{"T": n["length"], "S": n["key_length"], "D": n["head_dim"], "V": n["value_dim"], "V+1": n["value_dim"] + 1},
-        **{"M": n["num_features"], "maxima": n["num_features"] if exp else 1, "norms": 2 if exp else None},
+        **{
+            "M": n["num_features"],
+            "M+1": n["num_features"] + 1,
+            "maxima": n["num_features"] if exp else 1,
+            "norms": 2 if exp else None,
+        },
         **{"maps": n["map_heads"], "masks": n["mask_batch"], "slices": n["slices"]},
         **{"sinks": n["sinks"], "blocks": 2 * n["block"] if n["near_blocks"] else 0},
         "borders": borders if n["causal"] or n["near_blocks"] else 1,
@@ -231,7 +236,7 @@ def _pointers(numbers: dict[str, int], fields: dict[str, str]) -> dict[str, _Poi
     sizes = _sizes(numbers)
     inputs = next(dtype for dtype, number in DTYPES.items() if number == numbers["dtype"])
     dtypes = {"rows": inputs, "kept": inputs, "float": torch.float32, "made": torch.float32}
-    dtypes |= {"flag": torch.bool, "count": torch.int64}
+    dtypes |= {"flag": torch.bool, "count": torch.int64, "low": torch.int8}
     pointers = {}
     for name, declared in fields.items():
         kind, *letters = declared.split()

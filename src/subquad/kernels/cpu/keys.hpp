@@ -30,23 +30,31 @@ struct Keys {
     return keys;
   }
 
-  // Tokens from `begin` on; whatever stands in a dead one, NaN included, becomes zero.
-  SUBQUAD_STAGE void load(const View& v, long begin, int tokens) {
+  // Tokens from `begin` on; whatever stands in a dead one, NaN included, becomes zero. Values less a centre, if there is one.
+  SUBQUAD_STAGE void load(const View& v, long begin, int tokens, const float* centre = nullptr) {
     token = begin, count = tokens, height = padded(tokens);
     for (int i = 0; i < height; ++i) {
       alive[i] = i < count && v.counts(v.p.alive, begin + i);
       fold[i] = i < count && v.counts(v.fold_mask(), begin + i);
     }
-    fill(v, v.p.k, v.p.v);
+    fill(v, v.p.k, v.p.v, centre);
   }
   void load_sinks(const View& v) {
     token = 0, count = v.p.sinks, height = padded(count);
     for (int i = 0; i < height; ++i) alive[i] = i < count, fold[i] = 0;
-    fill(v, v.p.sink_k, v.p.sink_v);
+    fill(v, v.p.sink_k, v.p.sink_v, nullptr);
+  }
+  // The values, when nothing but a far field needs them any more.
+  SUBQUAD_STAGE void subtract(const View& v, const float* centre) {
+    for (long d = 0; d < v.height; d += LANES) {
+      const Vec less = subquad::load(centre + d);
+      float* column = value_columns + d / PANEL * height * PANEL + d % PANEL;
+      for (int i = 0; i < count; ++i) store(column + i * PANEL, subquad::load(column + i * PANEL) - less);
+    }
   }
 
  private:
-  void fill(const View& v, const Array& k, const Array& values) {
+  void fill(const View& v, const Array& k, const Array& values, const float* centre) {
     for (int i = 0; i < height; i += LANES) {
       const auto lives = [&](int j) { return alive[i + j] != 0; };
       if (lanes || columns) {
@@ -55,7 +63,7 @@ struct Keys {
       }
       if (v.key_norms && lanes) store(half_square + i, squares(lanes, v.D, i) * splat(0.5f));
       value_stage.read(values, v.p.dtype, v.b, v.h, token + i, 1, lives);
-      value_stage.write(i, height, value_lanes, value_columns);
+      value_stage.write(i, height, value_lanes, value_columns, centre);
     }
   }
   Stage key_stage, value_stage;

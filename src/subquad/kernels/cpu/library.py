@@ -40,13 +40,13 @@ def _pointers(*names: str) -> list[tuple[str, Any]]:
 
 
 class Forward(Structure):
-    _fields_ = _pointers("out", "normaliser", "borders_max", "borders_sum", "far_max", "far_sum")
+    _fields_ = _pointers("out", "normaliser", "low", "borders_max", "borders_sum", "far_max", "far_sum")
 
 
 class Backward(Structure):
     _fields_ = [
         *(("grad_out", Array), ("out", Array)),
-        *_pointers("normaliser", "borders_max", "borders_sum", "q", "k", "v", "sink_k", "sink_v"),
+        *_pointers("normaliser", "low", "borders_max", "borders_sum", "q", "k", "v", "sink_k", "sink_v"),
         *_pointers("query", "key", "key_bias", "offset_weight", "offset_bias", "far_sum"),
     ]
 

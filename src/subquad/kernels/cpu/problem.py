@@ -78,7 +78,10 @@ def dtype_number(q: Tensor) -> int:
 
 def dense_rows(tensor: Tensor) -> Tensor:
     """With neighbouring numbers side by side in the last dimension; any other strides will do."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+    if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
+        return tensor
+    once = tensor[tuple(slice(None if step else 1) for step in tensor.stride()[:-1])]  # the gradient of a sum: one row
+    return once.contiguous().expand(tensor.shape)
 
 
 def float32(tensor: Tensor | None) -> Tensor | None:

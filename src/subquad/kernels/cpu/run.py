@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad.kernels.centre import LOW
 from subquad.kernels.cpu.gate import Plan
 from subquad.kernels.cpu.library import Backward, Forward, Problem
 from subquad.kernels.cpu.problem import dense_rows, engine, float32
-from subquad.kernels.problem import Saved
+from subquad.kernels.problem import Saved, keeps_low
 
 
 def _shapes(given: Problem, maxima: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -20,24 +21,26 @@ def _shapes(given: Problem, maxima: int) -> tuple[tuple[int, ...], tuple[int, ..
 def run_forward(
     plan: Plan, given: Problem, q: Tensor, maxima: int, normaliser: tuple[int, ...], borders: int
 ) -> tuple[Tensor, ...]:
-    """Output, normaliser, borders (max, sum), last state (max, sum), as the torch engines return them."""
+    """Output, normaliser, low part, borders (max, sum), last state (max, sum), as the torch engines return them."""
 
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device="cpu")
 
     max_shape, sum_shape = _shapes(given, maxima)
+    border_shape = (*sum_shape[:2], given.num_features + 1, given.value_dim + 1)  # and a centre
     out, norm = new(*q.shape[:3], given.value_dim), new(*q.shape[:3], *normaliser)
+    low = torch.empty(out.shape if keeps_low(q, borders > 0) else 0, dtype=LOW, device="cpu")
     # maxima of linear attention are all zero, and the engine does not write them
-    borders_max, borders_sum = new(borders, *max_shape).zero_(), new(borders, *sum_shape)
+    borders_max, borders_sum = new(borders, *max_shape).zero_(), new(borders, *border_shape)
     far_max, far_sum = (new(*max_shape).zero_(), new(*sum_shape)) if given.causal else (new(0), new(0))
     filled = plan.fill(
         Forward(),
-        **{"out": out, "normaliser": norm},
+        **{"out": out, "normaliser": norm, "low": low if low.numel() else None},
         **({"borders_max": borders_max, "borders_sum": borders_sum} if borders else {}),
         **({"far_max": far_max, "far_sum": far_sum} if given.causal else {}),
     )
     engine().forward(ctypes.byref(given), ctypes.byref(filled))
-    return out.to(q.dtype), norm, borders_max, borders_sum, far_max, far_sum
+    return out.to(q.dtype), norm, low, borders_max, borders_sum, far_max, far_sum
 
 
 def run_backward(
@@ -55,11 +58,11 @@ def run_backward(
     q, k, v = (torch.empty(t.shape, dtype=torch.float32, device="cpu") for t in inputs)
     grad_state = borders_sum.new_empty(0)
     if given.causal:
-        grad_state = torch.zeros_like(borders_sum[0]) if grad_far_sum is None else _own_copy(grad_far_sum)
+        grad_state = borders_sum.new_zeros(_shapes(given, 1)[1]) if grad_far_sum is None else _own_copy(grad_far_sum)
     filled = plan.fill(
         Backward(),
         **{"grad_out": dense_rows(saved.grad_out), "out": dense_rows(saved.out), "q": q, "k": k, "v": v},
-        **{"normaliser": float32(saved.normaliser), "far_sum": grad_state if given.causal else None},
+        **{"normaliser": float32(saved.normaliser), "low": saved.low, "far_sum": grad_state if given.causal else None},
         **{"borders_max": float32(borders_max), "borders_sum": float32(borders_sum)},
         **dict(zip(("sink_k", "sink_v"), sinks, strict=False)),
         **({} if map is None else {name: grad if grad.numel() else None for name, grad in map._asdict().items()}),

@@ -20,7 +20,7 @@ inline void visit_back(BackwardTask& task, const View& v, const Pass& pass, long
 inline void start_gradient(const View& v, const Pass& pass, const Backward& saved, Field grad) {
   if (pass.kind == Pass::GATHER) return;
   if (v.p.causal && saved.far_sum)
-    grad.read_border(v, saved.borders_max, saved.far_sum, 0);  // the maxima are not used
+    grad.read_state(v, nullptr, saved.far_sum);
   else
     grad.clear(v);
 }
@@ -48,7 +48,7 @@ inline void backward_alone(const View& v, const Passes& passes, const Backward& 
     visit_back(task, v, passes.pass[i], 0, passes.pass[i].blocks);
     task.finish();
   }
-  if (v.p.causal && saved.far_sum) grad.write_border(v, nullptr, saved.far_sum, 0);
+  if (v.p.causal && saved.far_sum) grad.write_state(v, nullptr, saved.far_sum);
 }
 
 // Heads in portions: any thread may go on where another stopped.
@@ -68,7 +68,7 @@ inline void backward_in_portions(const Problem& p, const Passes& passes, const B
     BackwardTask part(v, saved, grad, window);
     visit_back(part, v, pass, portion.from, portion.to);
     part.finish();
-    if (i + 1 == steps && p.causal && saved.far_sum) grad.write_border(v, nullptr, saved.far_sum, 0);
+    if (i + 1 == steps && p.causal && saved.far_sum) grad.write_state(v, nullptr, saved.far_sum);
   });
 }
 
@@ -137,7 +137,7 @@ inline void backward_in_slices(const Problem& p, const Passes& passes, const Bac
         BackwardTask part(v, saved, grad, windows.open(v, saved));
         visit_back(part, v, pass, from, to);
         part.finish();
-        if (from == 0 && p.causal && saved.far_sum) grad.write_border(v, nullptr, saved.far_sum, 0);
+        if (from == 0 && p.causal && saved.far_sum) grad.write_state(v, nullptr, saved.far_sum);
       });
       each_task(p.threads, tasks, [&](long task) { add_windows(p, windows, saved, task); });
     }

@@ -7,14 +7,22 @@ namespace subquad {
 
 // Tokens [first, first + count) of every slice, until they are merged; there is room for `tokens`.
 struct Parts {
-  Buffer out, norm;
+  Buffer out, norm, low;
   long first = 0, count = 0, tokens = 0;
 };
 
+// Before block i of a pass whose field began at block `begun`; slices choose together, when they meet.
+inline void recentre_before(const View& v, const Pass& pass, long i, long begun, Field field) {
+  const long step = v.p.blocks_per_segment, passed = i - begun;
+  if (v.p.slices > 1 || pass.kind == Pass::SCATTER || passed % step) return;
+  if (centre_is_due((passed - step) * v.p.block, passed * v.p.block)) recentre(&v, &field, 1);
+}
+
 inline void visit(const View& v, const Pass& pass, long from, long to, Field field, const Output& output,
-                  const Forward& f) {
+                  const Forward& f, long begun = 0) {
   ForwardTask task(v, field, output);
   for (long i = from; i < to; ++i) {
+    recentre_before(v, pass, i, begun, field);
     const bool keeps_border = f.borders_sum && pass.kind != Pass::GATHER && pass.kind != Pass::SCATTER;
     if (keeps_border && i % v.p.blocks_per_segment == 0)
       field.write_border(v, f.borders_max, f.borders_sum, pass.first_border + i / v.p.blocks_per_segment);
@@ -28,14 +36,15 @@ inline void visit(const View& v, const Pass& pass, long from, long to, Field fie
   }
   if (to < pass.blocks) return;
   if (pass.kind == Pass::GATHER && f.borders_sum) field.write_border(v, f.borders_max, f.borders_sum, 0);
-  if (f.far_sum && v.p.causal) field.write_border(v, f.far_max, f.far_sum, 0);
+  if (f.far_sum && v.p.causal) field.write_state(v, f.far_max, f.far_sum);
 }
 
 inline Output whole_output(const View& v, const Forward& f, bool merge, bool last) {
   const long heads = v.b * v.p.key_heads * v.p.groups + v.query_head(0);
   const int norms = Output::norms_of(v);
-  return {f.out + heads * v.p.length * v.V, f.normaliser + heads * v.p.length * norms, 0, v.p.length, norms, merge,
-          last};
+  const long rows = heads * v.p.length;
+  int8_t* low = f.low ? f.low + rows * v.V : nullptr;
+  return {f.out + rows * v.V, f.normaliser + rows * norms, low, 0, v.p.length, norms, merge, last};
 }
 
 // Asks for the pages of some tokens' rows.
@@ -66,7 +75,7 @@ inline void forward_alone(const View& v, const Passes& passes, const Forward& f)
 class SharedFields {
  public:
   explicit SharedFields(const Problem& p)
-      : size_(long(padded(p.value_dim) + 2) * p.num_features), memory_(new_buffer(task_count(p) * size_)) {}
+      : size_(Field::size(padded(p.value_dim), p.num_features)), memory_(new_buffer(task_count(p) * size_)) {}
   Field of(const View& v, long task) const { return Field::over(v, memory_.get() + task * size_); }
 
  private:
@@ -97,7 +106,9 @@ inline Output part_output(const View& v, const Forward& f, const Parts& parts, b
   if (v.slice == 0) return whole_output(v, f, merge, false);
   const int norms = Output::norms_of(v);
   const long rows = (v.sequence() * (v.p.slices - 1) + v.slice - 1) * v.p.groups * parts.tokens;
-  return {parts.out.get() + rows * v.V, parts.norm.get() + rows * norms, parts.first, parts.tokens, norms, false, false};
+  int8_t* low = f.low ? reinterpret_cast<int8_t*>(parts.low.get()) + rows * v.V : nullptr;
+  return {parts.out.get() + rows * v.V, parts.norm.get() + rows * norms, low, parts.first, parts.tokens, norms, false,
+          false};
 }
 
 // All slices' parts of some rows of one key head into the output; each task does its share of the rows.
@@ -106,15 +117,28 @@ inline void merge_parts(const Problem& p, const Forward& f, const Parts& parts, 
   const Output to = whole_output(v, f, false, last);
   const long count = std::min(parts.count, long(p.length) - parts.first);
   const long begin = parts.first + count * v.slice / p.slices, end = parts.first + count * (v.slice + 1) / p.slices;
+  pool().reset();
+  const Lows lows = Lows::allocate(v);
   for (int slice = 1; slice < p.slices; ++slice) {
     const Output part = part_output(View(p, task - v.slice + slice), f, parts, false);
     for (int group = 0; group < p.groups; ++group)
       for (long t = begin; t < end; ++t) {
         float* norm = to.norm_row(group, t);
-        merge_row(v, part.out_row(v, group, t), part.norm_row(group, t), to.out_row(v, group, t), norm);
+        merge_row(v, part.row(v, group, t), to.row(v, group, t), lows);
         if (last && slice + 1 == p.slices && norm[0] == -INFINITE) norm[0] = norm[1] = INFINITE;
       }
   }
+}
+
+// What the slices of a head agree on, where they meet.
+inline void recentre_slices(const Problem& p, const SharedFields& fields, long sequence) {
+  std::vector<View> views;
+  std::vector<Field> own;
+  for (long task = sequence * p.slices; task < (sequence + 1) * p.slices; ++task) {
+    views.emplace_back(p, task);
+    own.push_back(fields.of(views.back(), task));
+  }
+  recentre(views.data(), own.data(), p.slices);
 }
 
 inline void forward_in_slices(const Problem& p, const Passes& passes, const Forward& f) {
@@ -130,6 +154,7 @@ inline void forward_in_slices(const Problem& p, const Passes& passes, const Forw
       const long rows = tasks / p.slices * (p.slices - 1) * p.groups * parts.tokens;
       parts.out = new_buffer(rows * p.value_dim);
       parts.norm = new_buffer(rows * 2);
+      if (f.low) parts.low = new_buffer(rows * p.value_dim / 4 + 1);
     }
     for (long from = 0; from < pass.blocks; from += step) {
       const long to = std::min(from + step, pass.blocks);
@@ -142,6 +167,8 @@ inline void forward_in_slices(const Problem& p, const Passes& passes, const Forw
         visit(v, pass, from, to, field, reads ? part_output(v, f, parts, merge) : Output{}, f);
       });
       if (reads) each_task(p.threads, tasks, [&](long task) { merge_parts(p, f, parts, task, last); });
+      if (pass.kind != Pass::SCATTER && centre_is_due(from * p.block, to * p.block))
+        each_task(p.threads, tasks / p.slices, [&](long sequence) { recentre_slices(p, fields, sequence); });
     }
   }
 }

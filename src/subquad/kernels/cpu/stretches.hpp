@@ -36,16 +36,27 @@ inline void add_numbers(const float* __restrict__ from, float* __restrict__ to, 
   for (long i = 0; i < count; ++i) to[i] += from[i];
 }
 
-// Numbers `at` of every field become what `running` held before it, which goes on to hold them all.
-inline void sums_before(const FieldRow& fields, Range at, long count, float* __restrict__ running) {
+// Rows of PANEL sums `at` of every field become what `running` held before it, which goes on to hold them all. The fields'
+// values are as they are, those of `running` relative to its centre.
+inline void sums_before(const View& v, const FieldRow& fields, Range at, long count, const Field& running) {
   for (long i = 0; i < count; ++i) {
-    float* __restrict__ own = fields.numbers(i);
-    for (long n = at.begin; n < at.end; ++n) {
-      const float before = running[n];
-      running[n] += own[n];
-      own[n] = before;
+    const Field own = fields[i];
+    for (long panel = at.begin / v.M; panel * v.M < at.end; ++panel) {
+      const Vec low = load(running.centre + panel * PANEL), high = load(running.centre + panel * PANEL + LANES);
+      const long first = std::max(at.begin, panel * v.M), end = std::min(at.end, (panel + 1) * v.M);
+      for (long row = first; row < end; ++row) {
+        const Vec weight = splat(own.total[row - panel * v.M]);
+        float *sum = running.sum + row * PANEL, *more = own.sum + row * PANEL;
+        const Vec a = load(sum), b = load(sum + LANES);
+        store(sum, a + (load(more) - weight * low)), store(sum + LANES, b + (load(more + LANES) - weight * high));
+        store(more, a), store(more + LANES, b);
+      }
     }
   }
+}
+inline void totals_before(const View& v, const FieldRow& fields, long count, const Field& running) {
+  for (long i = 0; i < count; ++i)
+    for (int m = 0; m < v.M; ++m) std::swap(running.total[m], fields[i].total[m]), running.total[m] += fields[i].total[m];
 }
 
 // Not causal ----------------------------------------------------------------------------------------------------------
@@ -60,9 +71,13 @@ inline void forward_summary(const View& v, const Passes& passes, const Forward& 
     Field own = fields[i];
     i == 0 ? own.begin(v) : own.clear(v);
     const Range blocks = part_of(gather.blocks, 1, i, parts);
-    visit(v, gather, blocks.begin, blocks.end, own, Output{}, nothing_kept);
+    visit(v, gather, blocks.begin, blocks.end, own, Output{}, nothing_kept, blocks.begin);
   });
-  for (long i = 1; i < parts; ++i) add_numbers(fields.numbers(i), fields.numbers(0), fields.size());
+  for (long i = 1; i < parts; ++i) {
+    Field own = fields[i];
+    own.move_centre(v, fields[0].centre);
+    add_numbers(fields.numbers(i), fields.numbers(0), Field::sums(v));
+  }
   if (f.borders_sum) fields[0].write_border(v, f.borders_max, f.borders_sum, 0);
   each_task(v.p.threads, parts, [&](long i) {
     pool().reset();
@@ -97,7 +112,7 @@ inline void backward_summary(const View& v, const Passes& passes, const Backward
     });
   };
   visit_part(passes.pass[1]);
-  for (long i = 1; i < parts; ++i) add_numbers(grads.numbers(i), grads.numbers(0), grads.size());
+  for (long i = 1; i < parts; ++i) add_numbers(grads.numbers(i), grads.numbers(0), Field::sums(v));
   for (long i = 1; i < parts; ++i) grads[i].copy_from(v, grads[0]);
   visit_part(passes.pass[0]);
 }
@@ -124,6 +139,7 @@ inline void forward_causal(const View& v, const Pass& pass, const Forward& f) {
   for (long i = 0; i < workers; ++i) tasks.emplace_back(v, running, whole_output(v, f, false, true));
   for (long from = 0; from < pass.blocks; from += most) {
     const long count = std::min(most, pass.blocks - from);
+    if (centre_is_due((from - most) * v.p.block, from * v.p.block)) recentre(&v, &running, 1);
     const auto each_block = [&](auto work) {
       each_task(workers, workers, [&](long worker) {
         const Range own = part_of(count, 1, worker, workers);
@@ -132,16 +148,19 @@ inline void forward_causal(const View& v, const Pass& pass, const Forward& f) {
     };
     each_block([&](ForwardTask& task, long i) { task.prepare(from + i, ready[i].keys, ready[i].fold, fields[i]); });
     each_task(workers, workers, [&](long worker) {
-      sums_before(fields, part_of(fields.size(), PANEL, worker, workers), count, fields.numbers(most));
+      sums_before(v, fields, part_of(v.height / PANEL * v.M, 1, worker, workers), count, running);
     });
+    totals_before(v, fields, count, running);
     each_block([&](ForwardTask& task, long i) {
       const long segment = (from + i) / v.p.blocks_per_segment;
+      Field before = fields[i];
+      before.centre = running.centre;
       if (f.borders_sum && (from + i) % v.p.blocks_per_segment == 0)
-        fields[i].write_border(v, f.borders_max, f.borders_sum, pass.first_border + segment);
-      task.read_prepared(ready[i].keys, ready[i].fold, fields[i]);
+        before.write_border(v, f.borders_max, f.borders_sum, pass.first_border + segment);
+      task.read_prepared(ready[i].keys, ready[i].fold, before);
     });
   }
-  if (f.far_sum) running.write_border(v, f.far_max, f.far_sum, 0);
+  if (f.far_sum) running.write_state(v, f.far_max, f.far_sum);
 }
 
 // First what the queries of all stretches but the first say to the keys before them, in smaller pieces; then every
@@ -162,12 +181,12 @@ inline void backward_causal(const View& v, const Pass& pass, const Backward& sav
   for (long i = parts - 2; i >= 0; --i) {
     grads[i].copy_from(v, grads[i + 1]);
     for (long j = i * v.p.threads; j < (i + 1) * v.p.threads; ++j)
-      add_numbers(sums.numbers(j), grads.numbers(i), grads.size());
+      add_numbers(sums.numbers(j), grads.numbers(i), Field::sums(v));
   }
   each_stretch_back(v, saved, grads, parts, [&](BackwardTask& task, long i) {
     visit_back(task, v, pass, blocks_of(i).begin, blocks_of(i).end);
   });
-  if (saved.far_sum) grads[0].write_border(v, nullptr, saved.far_sum, 0);
+  if (saved.far_sum) grads[0].write_state(v, nullptr, saved.far_sum);
 }
 
 // All sequences, one after the other ----------------------------------------------------------------------------------

@@ -93,13 +93,15 @@ class Stage {
     }
   }
   void scale_row(int i, float factor) { factor_[i] *= factor; }
+  const float* row(int i) const { return row_[i]; }
   Vec at(int i, int d) const { return load(row_[i] + d) * splat(factor_[i]); }
 
-  // As tokens from `begin` on, a multiple of LANES, in one layout or both.
-  void write(int begin, long height, float* lanes, float* columns) const {
+  // As tokens from `begin` on, a multiple of LANES, in one layout or both; less a centre, if there is one.
+  void write(int begin, long height, float* lanes, float* columns, const float* centre = nullptr) const {
     for (int d = 0; d < count_; d += LANES) {
+      const Vec less = centre ? load(centre + d) : Vec{};
       Vec square[LANES];
-      for (int i = 0; i < LANES; ++i) square[i] = at(i, d);
+      for (int i = 0; i < LANES; ++i) square[i] = at(i, d) - less;
       if (columns) {
         float* column = columns + (d / PANEL * height + begin) * PANEL + d % PANEL;
         for (int i = 0; i < LANES; ++i) store(column + i * PANEL, square[i]);

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.kernels.centre import FarField
 from subquad.kernels.favor.full import FullField
 from subquad.kernels.favor.problem import EngineOptions, FavorInputs, FavorProblem, Gradients, border_count
 from subquad.kernels.favor.sweep import Sweep
@@ -15,11 +16,13 @@ __all__ = ["EngineOptions", "FavorInputs", "FavorOutputs", "Saved", "backward", 
 
 
 class FavorOutputs(NamedTuple):
-    """Output `[B, H, T, Dv]`, log-normalisers `[B, H, T, 2]` (far, exact), and far fields (max `[.., B, K, M]`, sum
-    `[.., B, K, M, V]`) at the borders the backward starts from, and after the last token (empty unless causal)."""
+    """Output `[B, H, T, Dv]`, log-normalisers `[B, H, T, 2]` (far, exact), what rounding left out of the output (empty
+    where nothing needs it), and far fields: at the borders that the backward starts from (max `[N, B, K, M]`, sum
+    `[N, B, K, M + 1, V]`, whose last row is the centre), and after the last token (empty unless causal)."""
 
     out: Tensor
     lognorm: Tensor
+    low: Tensor
     borders_max: Tensor
     borders_sum: Tensor
     far_max: Tensor
@@ -35,24 +38,24 @@ def _sweeps(problem: FavorProblem) -> list[Sweep]:
 
 def forward(inputs: FavorInputs, options: EngineOptions) -> FavorOutputs:
     problem = FavorProblem(inputs, options)
-    out = inputs.q.new_empty(*inputs.q.shape[:3], problem.value_dim, dtype=problem.dtype)
-    lognorm = out.new_empty(*out.shape[:3], 2)
+    target = problem.new_target((2,), options.borders)
     empty = problem.empty_state()
     count = border_count(problem.length, problem.batch * problem.heads, problem.num_features, options)
-    borders = [state.new_empty(count, *state.shape) for state in empty]
-    final = tuple(state.new_empty(0) for state in empty)
+    borders = [state.new_empty(count, *state.shape) for state in (empty.max, empty.border())]
+    final = (target.out.new_empty(0), target.out.new_empty(0))
     if not (sweeps := _sweeps(problem)):
-        summary = FullField(problem).forward(out, lognorm)
+        summary = FullField(problem).forward(target)
         if options.borders:
-            borders[0][0], borders[1][0] = summary
+            borders[0][0], borders[1][0] = summary.max, summary.border()
     at = 0
     for sweep in sweeps:
         count = len(sweep.segments())
-        state = sweep.forward(out, lognorm, borders[0][at : at + count], borders[1][at : at + count])
-        final = state if options.causal else final
+        state = sweep.forward(target, borders[0][at : at + count], borders[1][at : at + count])
+        final = (state.max, state.plain_sum()) if options.causal else final
         at += count
-    lognorm.masked_fill_(lognorm == -torch.inf, NOWHERE)
-    return FavorOutputs(out.to(inputs.q.dtype), lognorm, *borders, *(state.clone() for state in final))
+    lognorm = target.normaliser.masked_fill_(target.normaliser == -torch.inf, NOWHERE)
+    out = target.out.to(inputs.q.dtype)
+    return FavorOutputs(out, lognorm, target.low, *borders, *(state.clone() for state in final))
 
 
 def backward(
@@ -70,7 +73,7 @@ def backward(
     grad_state = borders_sum.new_empty(0)
     at = 0
     if not (sweeps := _sweeps(problem)):
-        FullField(problem).backward(saved, borders_max[0], borders_sum[0], into)
+        FullField(problem).backward(saved, FarField.from_border(borders_max[0], borders_sum[0]), into)
     for sweep in sweeps:
         count = len(sweep.segments())
         borders = borders_max[at : at + count], borders_sum[at : at + count]

@@ -1,10 +1,13 @@
 """Bidirectional FAVOR without near blocks: every query reads one summary of all keys."""
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 
-from subquad.kernels.favor.problem import FavorProblem, Gradients, normalise, references
-from subquad.kernels.problem import Saved
+from subquad.kernels.centre import FarField, Piece, pieces
+from subquad.kernels.favor.problem import FavorProblem, Gradients, normalise_centred, references
+from subquad.kernels.problem import Saved, Target
 
 
 class FullField:
@@ -12,19 +15,22 @@ class FullField:
         self.p = problem
         self.tile = problem.tile  # tokens, as one block
 
-    def forward(self, out: Tensor, lognorm: Tensor) -> tuple[Tensor, Tensor]:
-        """Fills `out` and `lognorm`; returns the summary the backward needs."""
-        far_max, far_sum = self.p.empty_state()
-        for first in range(0, self.p.key_length, self.tile):
-            keys = self.p.keys(first, *self._shape(first, self.p.key_length))
-            logs = self.p.features.of_keys(keys.y, self.p.dead_bias(keys.alive))[:, :, 0]
-            grown = torch.maximum(far_max, logs.amax(-2))
-            weights = logs.sub_(grown[:, :, None]).exp_()
-            far_sum = torch.addcmul(weights.mT @ keys.v[:, :, 0], far_sum, (far_max - grown).exp_()[..., None])
-            far_max = grown
+    def forward(self, target: Target) -> FarField:
+        """Fills the target; returns the summary the backward needs."""
+        field = self.p.empty_state()
+        for piece in chain.from_iterable(pieces(self.p.key_length, self.tile, 1)):
+            field = self._fold(piece, field.recentred() if piece.recentres else field)
         for start in range(0, self.p.length, self.tile):
-            self._read(start, far_max, far_sum, out, lognorm)
-        return far_max, far_sum
+            self._read(start, field, target)
+        return field
+
+    def _fold(self, piece: Piece, field: FarField) -> FarField:
+        keys = self.p.keys(piece.start, piece.stop - piece.start, 1)
+        logs = self.p.features.of_keys(keys.y, self.p.dead_bias(keys.alive))[:, :, 0]
+        grown = torch.maximum(field.max, logs.amax(-2))
+        weights, decay = logs.sub_(grown[:, :, None]).exp_(), (field.max - grown).exp_()
+        update = weights.mT @ (keys.v[:, :, 0] - field.centre)
+        return field._replace(max=grown, sum=torch.addcmul(update, field.sum, decay[..., None]))
 
     def _shape(self, start: int, length: int) -> tuple[int, int]:
         return min(self.tile, length - start), 1
@@ -34,44 +40,41 @@ class FullField:
             return None
         return self.p.exact_logits(x, self.p.sink_y[:, :, None], self.p.sink_mask(start, block, 1))
 
-    def _read(self, start: int, far_max: Tensor, far_sum: Tensor, out: Tensor, lognorm: Tensor) -> None:
+    def _read(self, start: int, field: FarField, target: Target) -> None:
         block, blocks = self._shape(start, self.p.length)
         x = self.p.queries(start, block, blocks)
         logs, scalar = self.p.features.of_queries(x)
-        logs += far_max[:, :, None, None]
+        logs += field.max[:, :, None, None]
         exact = self._sinks(x, start, block)
         reference = references(logs, exact, scalar)
-        numerator = logs.sub_(reference.far[..., None]).exp_() @ far_sum[:, :, None]
+        far, near = logs.sub_(reference.far[..., None]).exp_() @ field.sum[:, :, None], None
         if exact is not None:
-            weights = exact.sub_(reference.exact[..., None]).exp_()
-            numerator += weights @ self.p.sink_values[:, :, None]
-        tile_out, tile_lognorm = normalise(numerator, reference)
-        self.p.put_rows(out, start, block, tile_out)
-        self.p.put_rows(lognorm, start, block, tile_lognorm)
+            near = exact.sub_(reference.exact[..., None]).exp_() @ self.p.sink_values[:, :, None]
+        self.p.put_rows(target, start, block, *normalise_centred(far, near, field.centre, reference))
 
-    def backward(self, saved: Saved, far_max: Tensor, far_sum: Tensor, into: Gradients) -> None:
-        grad_sum = torch.zeros_like(far_sum)
+    def backward(self, saved: Saved, field: FarField, into: Gradients) -> None:
+        grad_sum = torch.zeros_like(field.sum)
         for start in range(0, self.p.length, self.tile):
-            grad_sum += self._read_backward(start, saved, far_max, far_sum, into)
+            grad_sum += self._read_backward(start, saved, field, into)
         for first in range(0, self.p.key_length, self.tile):
             block, blocks = self._shape(first, self.p.key_length)
             keys = self.p.keys(first, block, blocks)
             logs = self.p.features.of_keys(keys.y, self.p.dead_bias(keys.alive))
-            weights = (logs - far_max[:, :, None, None]).exp_()
+            weights = (logs - field.max[:, :, None, None]).exp_()
             dv = weights @ grad_sum[:, :, None]
             dlogs = weights.mul_(keys.v @ grad_sum[:, :, None].mT)
             dy = self.p.features.keys_backward(keys.y, dlogs)
             self.p.add_key_gradients(into.k, into.v, first, block, dy, dv)
 
-    def _read_backward(self, start: int, saved: Saved, far_max: Tensor, far_sum: Tensor, into: Gradients) -> Tensor:
+    def _read_backward(self, start: int, saved: Saved, field: FarField, into: Gradients) -> Tensor:
         block, blocks = self._shape(start, self.p.length)
         x = self.p.queries(start, block, blocks)
-        grad, normaliser = self.p.output_gradient(saved, start, block, blocks)
+        grad, centred_grad, normaliser = self.p.output_gradient(saved, start, block, blocks, field.centre)
         logs, _ = self.p.features.of_queries(x)
-        logs += far_max[:, :, None, None]
+        logs += field.max[:, :, None, None]
         weights = logs.sub_(normaliser[..., :1]).exp_()
         grad_sum = (weights.mT @ grad)[:, :, 0]
-        dlogs = weights.mul_(grad @ far_sum[:, :, None].mT)
+        dlogs = weights.mul_(centred_grad @ field.sum[:, :, None].mT)
         dx = self.p.features.queries_backward(x, dlogs)
         exact = self._sinks(x, start, block)
         if exact is not None:

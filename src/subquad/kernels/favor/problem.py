@@ -7,6 +7,7 @@ from torch import Tensor
 
 from subquad.features import FeatureMap
 from subquad.kernels import problem
+from subquad.kernels.centre import FarField, Rows, normalised_rows
 from subquad.kernels.logs import LogFeatures, half_square
 from subquad.kernels.precision import bounded_
 from subquad.kernels.problem import DEAD, FLOOR, KeyTile, Problem
@@ -97,15 +98,15 @@ class FavorProblem(Problem):
         bounded_(tile.y)
         return tile
 
-    def empty_state(self) -> tuple[Tensor, Tensor]:
+    def empty_state(self) -> FarField:
         shape = (self.batch, self.key_heads, self.num_features)
         far_max = self.sink_y.new_full(shape, FLOOR)
-        return far_max, self.sink_y.new_zeros(*shape, self.value_dim + 1)
+        return FarField.plain(far_max, self.sink_y.new_zeros(*shape, self.value_dim + 1))
 
-    def initial_state(self) -> tuple[Tensor, Tensor]:
+    def initial_state(self) -> FarField:
         if self.inputs.far_max is None or self.inputs.far_sum is None:
             return self.empty_state()
-        return self.inputs.far_max, self.inputs.far_sum
+        return FarField.plain(self.inputs.far_max, self.inputs.far_sum)
 
     def dead_bias(self, mask: Tensor | None) -> Tensor | None:
         return None if mask is None else torch.where(mask, 0.0, DEAD).to(self.dtype)
@@ -166,7 +167,17 @@ def references(far_logs: Tensor, exact_logits: Tensor | None, scalar: Tensor) ->
 def normalise(numerator: Tensor, reference: References) -> tuple[Tensor, Tensor]:
     """Output, and log-normalisers `[..., 2]` (far, exact), of `[..., V]` sums; zeros and -inf where nothing is seen."""
     weight = numerator[..., -1]
-    seen = weight > 0
-    out = numerator[..., :-1] / torch.where(seen, weight, 1)[..., None]
-    log_weight = torch.where(seen, weight, 0).log()
-    return out, torch.stack([reference.far + log_weight, reference.exact + log_weight], dim=-1)
+    out = numerator[..., :-1] / torch.where(weight > 0, weight, 1)[..., None]
+    return out, _log_normalisers(weight, reference)
+
+
+def normalise_centred(far: Tensor, near: Tensor | None, centre: Tensor, reference: References) -> tuple[Rows, Tensor]:
+    """The same for sums over the far field about its centre, and over all else."""
+    weight = far[..., -1] if near is None else far[..., -1] + near[..., -1]
+    rows = normalised_rows(far, near, torch.where(weight > 0, weight, 1)[..., None], centre)
+    return rows, _log_normalisers(weight, reference)
+
+
+def _log_normalisers(weight: Tensor, reference: References) -> Tensor:
+    log_weight = torch.where(weight > 0, weight, 0).log()
+    return torch.stack([reference.far + log_weight, reference.exact + log_weight], dim=-1)

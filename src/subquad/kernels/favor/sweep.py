@@ -10,13 +10,15 @@ certificate), and the tile is done again with smaller blocks. Blocks of one toke
 """
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from subquad.kernels.favor.problem import FavorProblem, Gradients, normalise, references
-from subquad.kernels.problem import FLOOR, KeyTile, Saved, between_borders
+from subquad.kernels.centre import FarField, Piece, Rows, merged_rows, pieces
+from subquad.kernels.favor.problem import FavorProblem, Gradients, normalise_centred, references
+from subquad.kernels.problem import FLOOR, KeyTile, Saved, Target, between_borders
 from subquad.kernels.scan import running_maxima, scan, scan_backward
 from subquad.kernels.tiles import to_blocks, window
 
@@ -33,7 +35,7 @@ class Folded(NamedTuple):
     reference: Tensor  # [B, K, N, M] maxima at which each block reads
     states: Tensor  # [B, K, N, M, V] what each block reads
     decay: Tensor  # [B, K, N, M]
-    final: tuple[Tensor, Tensor]  # the state after this tile
+    final: FarField  # the state after this tile, with the centre of all of them
 
 
 class Tile(NamedTuple):
@@ -61,58 +63,54 @@ class Sweep:
         self.block = min(problem.block, problem.length) if self.near else problem.block
         self.tile = problem.tile  # tokens
 
-    def segments(self) -> list[list[int]]:
-        """Starts of the tiles, in order, by the border state they come after."""
-        starts = list(range(0, self.p.length, self.tile))
-        return between_borders(starts[::-1] if self.reverse else starts, self.tile, self.p.num_features)
-
-    def _tile_blocks(self, start: int) -> int:
-        return -(-min(self.tile, self.p.length - start) // self.block)
+    def segments(self) -> list[list[Piece]]:
+        """Pieces of the tiles, in order, by the border state they come after."""
+        tiles = pieces(self.p.length, self.tile, self.block, self.reverse)
+        return between_borders(tiles, self.tile, self.p.num_features)
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
-    def forward(self, out: Tensor, lognorm: Tensor, borders_max: Tensor, borders_sum: Tensor) -> tuple[Tensor, Tensor]:
-        """Fills `out` and `lognorm` (adds to them in a reverse sweep), and the states at tile borders."""
+    def forward(self, target: Target, borders_max: Tensor, borders_sum: Tensor) -> FarField:
+        """Fills the target (adds to it in a reverse sweep), and the states at tile borders."""
         state = self.p.initial_state()
-        for i, starts in enumerate(self.segments()):
-            if self.p.options.borders:
-                borders_max[i], borders_sum[i] = state
-            for start in starts:
-                state = self._forward_tile(start, self.block, self._tile_blocks(start), state, out, lognorm)
+        for i, segment in enumerate(self.segments()):
+            for piece in segment:
+                state = state.recentred() if piece.recentres else state
+                if self.p.options.borders and piece is segment[0]:
+                    borders_max[i], borders_sum[i] = state.max, state.border()
+                state = self._forward_tile(piece.start, self.block, piece.blocks(self.block), state, target)
         return state
 
-    def _forward_tile(
-        self, start: int, block: int, blocks: int, state: tuple[Tensor, Tensor], out: Tensor, lognorm: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _forward_tile(self, start: int, block: int, blocks: int, state: FarField, target: Target) -> FarField:
         tile = self._open(start, block, blocks, state)
-        tile_out, tile_lognorm, certified = self._read(tile)
+        rows, lognorm, certified = self._read(tile)
         if not certified:
             for part in self._parts(tile):
-                state = self._forward_tile(part, block // SPLIT or 1, blocks, state, out, lognorm)
+                state = self._forward_tile(part, block // SPLIT or 1, blocks, state, target)
             return state
         if self.reverse:
-            tile_out, tile_lognorm = self._merge(tile, tile_out, tile_lognorm, out, lognorm)
-        self.p.put_rows(out, start, block, tile_out)
-        self.p.put_rows(lognorm, start, block, tile_lognorm)
+            rows, lognorm = self._merge(tile, rows, lognorm, target)
+        self.p.put_rows(target, start, block, rows, lognorm)
         return tile.folded.final
 
-    def _open(self, start: int, block: int, blocks: int, state: tuple[Tensor, Tensor]) -> Tile:
+    def _open(self, start: int, block: int, blocks: int, state: FarField) -> Tile:
         folded = self._fold(start, block, blocks, state)
         x = self.p.queries(start, block, blocks)
         logs, scalar = self.p.features.of_queries(x)
         logs += folded.reference[:, :, :, None]
         return Tile(start, block, blocks, x, logs, scalar, folded)
 
-    def _fold(self, start: int, block: int, blocks: int, state: tuple[Tensor, Tensor]) -> Folded:
+    def _fold(self, start: int, block: int, blocks: int, state: FarField) -> Folded:
         keys = self._keys(start, block, blocks)
         fold = self.p.inputs.alive if self.p.inputs.fold is None else self.p.inputs.fold
         dead_bias = self.p.dead_bias(self.p.mask(fold, keys.first, block, blocks))
         key_logs = self.p.features.of_keys(keys.y[:, :, :blocks], dead_bias)
-        before, after = running_maxima(key_logs.amax(-2), state[0], self.reverse)
+        before, after = running_maxima(key_logs.amax(-2), state.max, self.reverse)
         decay = (before - after).exp_()
         weights = key_logs.sub_(after[:, :, :, None]).exp_()
-        states, last = scan(weights.mT @ keys.v[:, :, :blocks], decay, state[1], self.reverse)
-        final = (after[:, :, 0 if self.reverse else -1], last)
+        values = keys.v[:, :, :blocks] - state.centre[:, :, None]
+        states, last = scan(weights.mT @ values, decay, state.sum, self.reverse)
+        final = FarField(after[:, :, 0 if self.reverse else -1], last, state.centre)
         if self.own_by_features:  # the own block stands at the later maxima, so the state must too
             return Folded(keys, weights, after, states.mul_(decay[..., None]), decay, final)
         return Folded(keys, weights, before, states, decay, final)
@@ -125,19 +123,21 @@ class Sweep:
         neighbours = 1 if self.p.options.causal else 2
         return self.p.keys(start - block, block, blocks + neighbours)
 
-    def _read(self, tile: Tile) -> tuple[Tensor, Tensor, bool]:
-        exact, logits = self._exact(tile), None
+    def _read(self, tile: Tile) -> tuple[Rows, Tensor, bool]:
+        exact, logits, near = self._exact(tile), None, None
         if exact is not None:
             logits = self.p.exact_logits(tile.x, exact[0], exact[2])
         reference = references(tile.logs, logits, tile.scalar)
         weights = tile.logs.sub_(reference.far[..., None]).exp_()
-        numerator = weights @ tile.folded.states
+        far = weights @ tile.folded.states
         if self.own_by_features:
-            numerator += self._own_scores(tile, weights) @ tile.keys.v
+            near = self._own_scores(tile, weights) @ tile.keys.v
         if exact is not None and logits is not None:
-            numerator += logits.sub_(reference.exact[..., None]).exp_() @ exact[1]
-        out, lognorm = normalise(numerator, reference)
-        return out, lognorm, self._certified(tile, numerator[..., -1])
+            of_exact = logits.sub_(reference.exact[..., None]).exp_() @ exact[1]
+            near = of_exact if near is None else near + of_exact
+        rows, lognorm = normalise_centred(far, near, tile.folded.final.centre, reference)
+        row_sums = far[..., -1] if near is None else far[..., -1] + near[..., -1]
+        return rows, lognorm, self._certified(tile, row_sums)
 
     def _own_scores(self, tile: Tile, weights: Tensor) -> Tensor:
         """Causal scores of a block's rows and its own keys, `[B, K, N, R, C]`."""
@@ -199,19 +199,24 @@ class Sweep:
             mask = mask & mask.new_ones(tile.block, tile.block).tril_()
         return mask
 
-    def _merge(
-        self, tile: Tile, out: Tensor, lognorm: Tensor, before: Tensor, before_lognorm: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _merge(self, tile: Tile, rows: Rows, lognorm: Tensor, target: Target) -> tuple[Rows, Tensor]:
         """This sweep's part of the rows and what the other sweep left there, under one normaliser."""
-        stop = tile.start + tile.block * tile.blocks
-        other = to_blocks(window(before, tile.start, stop), tile.block, self.p.groups)
-        other_lognorm = to_blocks(window(before_lognorm, tile.start, stop), tile.block, self.p.groups)
+
+        def left(x: Tensor) -> Tensor:
+            stop = tile.start + tile.block * tile.blocks
+            return to_blocks(window(x, tile.start, stop), tile.block, self.p.groups)
+
+        other_out, other_lognorm = left(target.out), left(target.normaliser)
+        other = Rows(other_out, torch.zeros_like(other_out))
+        if target.low.numel():
+            other = Rows.unpacked(other_out, left(target.low))
         here, there = lognorm[..., :1], other_lognorm[..., :1]
         both = torch.logaddexp(here, there)
         anchor = both.clamp(min=FLOOR)  # both parts empty: -inf - FLOOR, not -inf - -inf
         share, other_share = ((part - anchor).exp_() for part in (here, there))
         grown = anchor - there.clamp(min=FLOOR)  # the exact part was in the other sweep only
-        return out * share + other * other_share, torch.cat([both, other_lognorm[..., 1:] + grown], -1)
+        merged = merged_rows(rows, other, share, other_share)
+        return merged, torch.cat([both, other_lognorm[..., 1:] + grown], -1)
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
@@ -219,14 +224,15 @@ class Sweep:
         self, saved: Saved, borders_max: Tensor, borders_sum: Tensor, grad_final: Tensor | None, into: Gradients
     ) -> Tensor:
         """Adds all gradients; returns that of the initial state."""
-        grad_state = torch.zeros_like(borders_sum[0]) if grad_final is None else grad_final
-        for i, starts in reversed(list(enumerate(self.segments()))):
-            states = [(borders_max[i], borders_sum[i])]
-            for start in starts[:-1]:
-                states.append(self._fold(start, self.block, self._tile_blocks(start), states[-1]).final)
-            for start, state in reversed(list(zip(starts, states, strict=True))):
-                blocks = self._tile_blocks(start)
-                grad_state = self._backward_tile(start, self.block, blocks, state, saved, grad_state, into)
+        grad_state = torch.zeros_like(borders_sum[0, :, :, :-1]) if grad_final is None else grad_final
+        for i, segment in reversed(list(enumerate(self.segments()))):
+            states = [FarField.from_border(borders_max[i], borders_sum[i])]
+            for piece, following in pairwise(segment):
+                state = self._fold(piece.start, self.block, piece.blocks(self.block), states[-1]).final
+                states.append(state.recentred() if following.recentres else state)
+            for piece, state in reversed(list(zip(segment, states, strict=True))):
+                blocks = piece.blocks(self.block)
+                grad_state = self._backward_tile(piece.start, self.block, blocks, state, saved, grad_state, into)
         return grad_state
 
     def _backward_tile(
@@ -234,13 +240,13 @@ class Sweep:
         start: int,
         block: int,
         blocks: int,
-        state: tuple[Tensor, Tensor],
+        state: FarField,
         saved: Saved,
         grad_state: Tensor,
         into: Gradients,
     ) -> Tensor:
         tile = self._open(start, block, blocks, state)
-        grad, lognorm = self.p.output_gradient(saved, start, block, blocks)
+        grad, centred_grad, lognorm = self.p.output_gradient(saved, start, block, blocks, state.centre)
         if self._too_large(tile, lognorm):
             return self._backward_parts(tile, state, saved, grad_state, into)
         weights = tile.logs.sub_(lognorm[..., :1]).exp_()
@@ -249,7 +255,7 @@ class Sweep:
         if self.own_by_features:
             reads.mul_(tile.folded.decay[..., None])
         grad_updates, grad_state = scan_backward(reads, tile.folded.decay, grad_state, self.reverse)
-        dlogs = grad @ tile.folded.states.mT
+        dlogs = centred_grad @ tile.folded.states.mT
         key_dlogs = tile.keys.v[:, :, :blocks] @ grad_updates.mT
         dv = tile.folded.weights @ grad_updates
         if own is not None:
@@ -269,9 +275,7 @@ class Sweep:
             return False
         return bool((tile.logs.amax(-1) - lognorm[..., 0] > -math.log(CERTIFICATE)).any())
 
-    def _backward_parts(
-        self, tile: Tile, state: tuple[Tensor, Tensor], saved: Saved, grad_state: Tensor, into: Gradients
-    ) -> Tensor:
+    def _backward_parts(self, tile: Tile, state: FarField, saved: Saved, grad_state: Tensor, into: Gradients) -> Tensor:
         block, parts = tile.block // SPLIT or 1, list(self._parts(tile))
         states = [state]
         for part in parts[:-1]:
