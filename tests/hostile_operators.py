@@ -104,27 +104,22 @@ class Operators(Dice):
         exact = forward(*exact_inputs.values(), *exact_options.values())
         if chosen.get("scale", 1) > 1 or chosen.get("root", 1) > 1:
             return  # float32 has no digits for such logits
-        judge("output", saved[0], exact[0])
-        judge("far_sum", saved[5], exact[5])
+        out, *rest, _, state = saved
+        judge("output", out, exact[0])
+        judge("far_sum", state, exact[-1])
         if not chosen["borders"]:
             return
-        grad = self.normal(*saved[0].shape).to(saved[0].dtype)
-        grad_state = (
-            self.normal(*saved[5].shape).to(saved[5].dtype) if saved[5].numel() and self.rng.random() < 0.5 else None
-        )
-        kept = {
-            "grad_out": grad,
-            "out": saved[0],
-            "normaliser": saved[1],
-            "borders_max": saved[2],
-            "borders_sum": saved[3],
-        }
-        plain = kept | {"grad_far_sum": grad_state}
+        grad = self.normal(*out.shape).to(out.dtype)
+        grad_state = self.normal(*state.shape).to(state.dtype) if state.numel() and self.rng.random() < 0.5 else None
+        kept = {"out": out} | dict(zip(("normaliser", "low", "borders_max", "borders_sum"), rest, strict=True))
+        low = torch.zeros_like(out, dtype=torch.int8) if self.rng.random() < 0.5 else None
+        plain = {"grad_out": grad} | kept | {"low": low, "grad_far_sum": grad_state}
         kept = self.spoil(plain, 2)
         backward = getattr(torch.ops.subquad, f"{name}_backward")
         got = backward(*kept.values(), True, *given.values(), *chosen.values())
         if all(given is right for given, right in zip(kept.values(), plain.values(), strict=True)):
-            grads = (grad.double(), *exact[:4], None if grad_state is None else grad_state.double())
+            exact_kept = (exact[0], exact[1], low, *exact[3:5])
+            grads = (grad.double(), *exact_kept, None if grad_state is None else grad_state.double())
             want = backward(*grads, True, *exact_inputs.values(), *exact_options.values())
             if grad.dtype not in (torch.float32, torch.float64):
                 return  # the output that the backward starts from is rounded

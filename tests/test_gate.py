@@ -641,10 +641,10 @@ def test_without_a_library_the_operator_says_so(monkeypatch: pytest.MonkeyPatch)
 def test_backwards_called_directly(engine: str) -> None:
     """Each of what the forward kept, of another shape or dtype, or missing."""
     for name, arguments in (("favor", favor_arguments(engine=engine)), ("linear", linear_arguments(engine=engine))):
-        out, norm, borders_max, borders_sum, _, far_sum = getattr(torch.ops.subquad, f"{name}_forward")(*arguments)
+        out, norm, _, borders_max, borders_sum, _, far_sum = getattr(torch.ops.subquad, f"{name}_forward")(*arguments)
         norm_name = "lognorm" if name == "favor" else "normaliser"
-        kept = {"grad_out": out, "out": out, norm_name: norm, "borders_max": borders_max, "borders_sum": borders_sum}
-        kept["grad_far_sum"] = far_sum
+        kept = {"grad_out": out, "out": out, norm_name: norm, "low": torch.zeros_like(out, dtype=torch.int8)}
+        kept |= {"borders_max": borders_max, "borders_sum": borders_sum, "grad_far_sum": far_sum}
         call = getattr(torch.ops.subquad, f"{name}_backward")
         call(*kept.values(), True, *arguments)
         for field, tensor in kept.items():
@@ -653,7 +653,7 @@ def test_backwards_called_directly(engine: str) -> None:
                     continue
                 with pytest.raises(errors.SubquadError, match=f"{name}_backward: {field} must "):
                     call(*(kept | {field: odd}).values(), True, *arguments)
-            if field != "grad_far_sum":
+            if field not in ("low", "grad_far_sum"):
                 with pytest.raises(errors.ShapeError, match=f"{name}_backward: {field} is missing"):
                     call(*(kept | {field: None}).values(), True, *arguments)
 

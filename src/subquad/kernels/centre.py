@@ -3,8 +3,8 @@
 The gradient of a query is made of differences g.S_r - (g.o) z_r, where S_r and z_r are feature r's sums of values and
 of ones. Where values have a mean, both terms are larger than their difference by far: by the square root of the number
 of tokens, if tokens know nothing of each other. So would be the rounding errors of both sums, and of o. With
-S'_r = S_r - c z_r the difference is g.S'_r - g.(o - c) z_r, and its terms are small where c is that mean; o is kept with
-eight more bits.
+S'_r = S_r - c z_r the difference is g.S'_r - g.(o - c) z_r, and its terms are small where c is that mean. In long
+sequences o is kept with eight more bits.
 
 Nothing depends on the centre but rounding. It is chosen from what was folded before, so that no later token can touch
 an earlier row by it; and the far field alone is centred: exact parts and a block's own keys are what they are.
@@ -20,6 +20,7 @@ from torch import Tensor
 FIRST = 512  # tokens: before, the terms are not large enough
 STEPS = 4  # centres are chosen so often while the number of tokens doubles
 LOW = torch.int8  # what the rounding of outputs is kept in
+LOW_FROM = 1 << 14  # tokens: before, that rounding is worth less than 1e-5 of a query's gradient
 AGREEMENT = 1 / 16  # variance of the features' means over their mean squared; with more, the terms are not that large
 
 

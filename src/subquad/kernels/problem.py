@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.kernels.centre import LOW, Piece, Rows
+from subquad.kernels.centre import LOW, LOW_FROM, Piece, Rows
 from subquad.kernels.tiles import add_window, from_blocks, to_blocks, window, with_ones
 
 FLOOR = -1e30  # running maximum of no key at all: finite, because -inf - -inf is NaN
@@ -68,8 +68,8 @@ class Target(NamedTuple):
 
 
 def keeps_low(q: Tensor, borders: bool) -> bool:
-    """Whether the backward gets what rounding left out of the outputs; in half precision the outputs' own is larger."""
-    return borders and q.dtype in (torch.float32, torch.float64)
+    """Whether the backward gets what rounding left out of the outputs: not in half precision, whose own is larger."""
+    return borders and q.shape[2] >= LOW_FROM and q.dtype in (torch.float32, torch.float64)
 
 
 class OutputGradient(NamedTuple):

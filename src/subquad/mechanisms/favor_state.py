@@ -77,10 +77,10 @@ def map_heads(map: FeatureMap, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
 
 def fields(options: FavorOptions, k: Tensor, v: Tensor, maxima: int, features: int) -> states.Fields:
     """What a state's tensors must be."""
-    return _fields(*k.shape[:2], k.shape[-1], v.shape[-1], options.sinks, 2 * options.near, maxima, features)
+    make = _fields if torch.compiler.is_compiling() else _kept_fields  # a traced call has no memory
+    return make(*k.shape[:2], k.shape[-1], v.shape[-1], options.sinks, 2 * options.near, maxima, features)
 
 
-@functools.lru_cache(maxsize=64)
 def _fields(
     batch: int, heads: int, dim: int, value_dim: int, sinks: int, blocks: int, maxima: int, features: int
 ) -> states.Fields:
@@ -94,6 +94,9 @@ def _fields(
         "far_sum": states.summed(batch, heads, features, value_dim + 1),
         "far_low": states.summed(batch, heads, features, value_dim + 1),
     }
+
+
+_kept_fields = functools.lru_cache(maxsize=64)(_fields)
 
 
 def extend(
