@@ -1,7 +1,8 @@
 """What sums over many tokens lose: nothing that counts, at once or token by token, on both engines."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from subquad import FavorAttention, LinearAttention, Mechanism
+from subquad.kernels.centre import Rows, is_due, pieces
 from subquad.kernels.cpu import library
+from subquad.testing import assert_close
 
 BACKENDS = ["torch", pytest.param("cpu", marks=[] if library.AVAILABLE else pytest.mark.skip(library.PROBLEM))]
 MECHANISMS = {
@@ -38,12 +41,159 @@ def outputs_in_float64(name: str, length: int) -> Tensor:
     return MECHANISMS[name](backend="torch")(*(t.double() for t in draw(length)), causal=True)
 
 
+def gradients(attention: Mechanism, inputs: list[Tensor], grad: Tensor, causal: bool = True) -> list[Tensor]:
+    """Of q, k and v."""
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    return list(torch.autograd.grad(attention(*inputs, causal=causal), inputs, grad))
+
+
+@functools.cache
+def gradients_in_float64(name: str, length: int, causal: bool) -> list[Tensor]:
+    inputs, (grad, *_) = ([t.double() for t in draw(length, seed)] for seed in (0, 1))
+    return gradients(MECHANISMS[name](backend="torch"), inputs, grad, causal)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_what_was_computed() -> Iterator[None]:
+    yield
+    outputs_in_float64.cache_clear()
+    gradients_in_float64.cache_clear()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MECHANISMS)
 @pytest.mark.parametrize("length", [131_072, pytest.param(MILLION, marks=pytest.mark.full)])
 def test_outputs(name: str, length: int, backend: str) -> None:
     out = MECHANISMS[name](backend=backend)(*draw(length), causal=True)
     assert float(block_errors(out, outputs_in_float64(name, length)).max()) <= 1e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("length", [65_536, pytest.param(MILLION, marks=pytest.mark.full)])
+def test_gradients(name: str, length: int, causal: bool, backend: str) -> None:
+    """A query's is a small difference of large sums, unless those are kept about the mean of the values."""
+    (grad, *_), want = draw(length, 1), gradients_in_float64(name, length, causal)
+    got = gradients(MECHANISMS[name](backend=backend), draw(length), grad, causal)
+    for of, g, w in zip("qkv", got, want, strict=True):
+        assert float(block_errors(g, w).max()) <= 1e-5, f"d{of}"
+
+
+# The far field is kept about a centre ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("heads", [1, 5])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_however_the_work_is_cut(name: str, backend: str, heads: int, threads: int, set_threads: Any) -> None:
+    """Slices of features, stretches of tokens, portions of heads: all move centres."""
+    set_threads(threads)
+    q, k, v = (t.unflatten(2, (heads, -1))[:, 0] for t in draw(heads * 5000))
+    grad = draw(heads * 5000, 1)[0].unflatten(2, (heads, -1))[:, 0]
+    want = gradients(MECHANISMS[name](backend="torch"), [t.double() for t in (q, k, v)], grad.double())
+    for g, w in zip(gradients(MECHANISMS[name](backend=backend), [q, k, v], grad), want, strict=True):
+        assert_close(g, w, 1e-5)
+
+
+@pytest.mark.parametrize("huge", [1e4, 1e17, 1e30])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_no_centre_knows_later_values(name: str, backend: str, threads: int, huge: float, set_threads: Any) -> None:
+    """Earlier rows, and the gradients of their queries, are the same to the bit."""
+    set_threads(threads)
+    attention, (q, k, v), (grad, *_) = MECHANISMS[name](backend=backend), draw(4096), draw(4096, 1)
+    for changed in (700, 2049, 3000):
+        other = v.clone()
+        other[:, :, changed:] = huge
+        results = []
+        for values in (v, other):
+            query = q.clone().requires_grad_()
+            rows = attention(query, k, values, causal=True)[:, :, :changed]
+            results.append((rows.detach(), torch.autograd.grad(rows, query, grad[:, :, :changed])[0][:, :, :changed]))
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), f"token {changed}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_values_of_any_size(name: str, backend: str) -> None:
+    """A centre may be large, infinite squares are none, and values that change theirs take it with them."""
+    q, k, v = draw(4096)
+    for scale, shift in ((1e30, 0), (1e-30, 0), (1, 1e6), (1, -1e30)):
+        values = (v + shift) * scale
+        values[:, :, 2000:] *= -1
+        want = MECHANISMS[name](backend="torch")(q.double(), k.double(), values.double(), causal=True)
+        assert_close(MECHANISMS[name](backend=backend)(q, k, values, causal=True), want, 1e-5, f"{scale} {shift}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_states_have_no_centre(name: str, backend: str) -> None:
+    """What is handed on, and its gradient, are of the values themselves."""
+    (q, k, v), (grad, *_) = draw(3000), draw(3000, 1)
+    results = []
+    for dtype, engine in ((torch.float64, "torch"), (torch.float32, backend)):
+        inputs = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+        first, rest = ([t[:, :, part] for t in inputs] for part in (slice(2000), slice(2000, None)))
+        attention = MECHANISMS[name](backend=engine)
+        out, state = attention.extend(*first)
+        more, state = attention.extend(*rest, state)
+        whole = torch.cat([out, more], 2)
+        results.append([whole, state.far_sum, *torch.autograd.grad(whole, inputs, grad.to(dtype))])
+    for want, got in zip(*results, strict=True):
+        assert_close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_rows_that_see_nothing_are_zero(name: str, backend: str, causal: bool) -> None:
+    """Not the centre."""
+    inputs = draw(2048)
+    mask = torch.ones(1, 2048, dtype=torch.bool)
+    mask[:, :1500] = False
+    attention = MECHANISMS[name](backend=backend)
+    out = attention(*inputs, causal=causal, key_mask=mask)
+    want = attention.reference(*(t.double() for t in inputs), causal=causal, key_mask=mask)
+    assert_close(out, want, 1e-5)
+    assert torch.equal(out[want == 0], torch.zeros(int((want == 0).sum())))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "due"),
+    [
+        *((0, 0, False), (0, 511, False), (0, 512, True), (512, 600, False), (512, 640, True), (640, 1000, True)),
+        *((1024, 1279, False), (1024, 1280, True), (1 << 20, (1 << 20) + 65_536, False), (1 << 20, 5 << 18, True)),
+    ],
+)
+def test_centres_are_chosen_ever_more_rarely(before: int, now: int, due: bool) -> None:
+    """Four times while the number of tokens doubles."""
+    assert is_due(before, now) is due
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("length", "tile", "block"), [(1, 64, 64), (5000, 4096, 64), (9999, 2048, 64), (700, 4096, 48)]
+)
+def test_pieces_are_all_tokens_in_the_order_of_the_sweep(length: int, tile: int, block: int, reverse: bool) -> None:
+    tiles = pieces(length, tile, block, reverse)
+    in_order = list(chain.from_iterable(tiles))[:: -1 if reverse else 1]
+    assert len(tiles) == -(-length // tile)
+    assert list(chain.from_iterable(range(p.start, p.stop) for p in in_order)) == list(range(length))
+    assert all(p.start % block == 0 for p in in_order)
+
+
+def test_what_rounding_left_out_is_kept_in_eight_bits() -> None:
+    exact = torch.randn(100, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows = Rows(exact.float(), (exact - exact.float()).float())
+    unpacked = Rows.unpacked(rows.out, rows.packed_low())
+    step = exact.abs().amax(-1, keepdim=True) * 2**-23 / 127
+    assert bool(((unpacked.out.double() + unpacked.low.double() - exact).abs() <= 1.01 * step).all())
+
+
+# Decoding -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -77,13 +77,12 @@ def map_heads(map: FeatureMap, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
 
 def fields(options: FavorOptions, k: Tensor, v: Tensor, maxima: int, features: int) -> states.Fields:
     """What a state's tensors must be."""
-    make = _fields if torch.compiler.is_compiling() else _kept_fields  # a traced call has no memory
-    return make(*k.shape[:2], k.shape[-1], v.shape[-1], options.sinks, 2 * options.near, maxima, features)
+    sizes = (*k.shape[:2], k.shape[-1], v.shape[-1], options.sinks, 2 * options.near, maxima, features)
+    return _fields(*sizes) if torch.compiler.is_compiling() else _kept_fields(*sizes)  # a traced call has no memory
 
 
-def _fields(
-    batch: int, heads: int, dim: int, value_dim: int, sinks: int, blocks: int, maxima: int, features: int
-) -> states.Fields:
+def _fields(*sizes: int) -> states.Fields:
+    batch, heads, dim, value_dim, sinks, blocks, maxima, features = sizes
     return {
         "length": states.counted(batch),
         "sink_k": states.kept(batch, heads, sinks, dim),
