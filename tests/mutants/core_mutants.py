@@ -140,9 +140,9 @@ CORE = (
     Mutant(
         "maxima over features instead of tokens",
         SWEEP,
-        "running_maxima(key_logs.amax(-2), state[0], self.reverse)",
-        "running_maxima(key_logs.amax((-2, -1)).unsqueeze(-1).expand(*state[0].shape[:2], blocks, state[0].shape[2]), "
-        "state[0], self.reverse)",
+        "running_maxima(key_logs.amax(-2), state.max, self.reverse)",
+        "running_maxima(key_logs.amax((-2, -1)).unsqueeze(-1).expand(*state.max.shape[:2], blocks, "
+        "state.max.shape[2]), state.max, self.reverse)",
         contract("favor-paper and extreme_logits"),
     ),
     Mutant(
@@ -190,8 +190,8 @@ CORE = (
     Mutant(
         "reverse sweep replaces instead of adding",
         SWEEP,
-        "return out * share + other * other_share, ",
-        "return out, ",
+        "merged = merged_rows(rows, other, share, other_share)",
+        "merged = rows",
         contract("favor-near and forward_equals_reference"),
     ),
     # blocks, causality
@@ -269,16 +269,16 @@ CORE = (
     Mutant(
         "rows without keys divide by one weight of their own",
         FAVOR_PROBLEM,
-        "seen = weight > 0",
-        "seen = weight >= 0",
+        "torch.where(weight > 0, weight, 1)[..., None], centre)",
+        "torch.where(weight >= 0, weight, 1)[..., None], centre)",
         contract("favor-paper and rows_without_keys"),
     ),
     # linear engine
     Mutant(
         "normaliser's gradient detached",
         PROBLEM,
-        "-(grad_out * out).sum(-1, keepdim=True)",
-        "0 * (grad_out * out).sum(-1, keepdim=True)",
+        "dot = (grad_out * centred).sum(-1, keepdim=True)",
+        "dot = 0 * (grad_out * centred).sum(-1, keepdim=True)",
         contract("linear and gradients_equal"),
     ),
     Mutant(
@@ -341,8 +341,8 @@ CORE = (
     Mutant(
         "states between borders not advanced",
         SWEEP,
-        "states.append(self._fold(start, self.block, self._tile_blocks(start), states[-1]).final)",
-        "states.append(states[-1])",
+        "state = self._fold(piece.start, self.block, piece.blocks(self.block), states[-1]).final",
+        "state = states[-1]",
         engine("many_tiles and favor"),
     ),
     Mutant(

@@ -55,8 +55,8 @@ NATIVE = (
     Mutant(
         "slices merge with equal shares",
         CPU + "forward.hpp",
-        "own_share = (lead > 0 ? 1 : other) / total",
-        "own_share = 1 / total",
+        "const float pull = other / total;",
+        "const float pull = 0.5f;",
         native("parts_of_a_head"),
     ),
     Mutant(
@@ -69,8 +69,8 @@ NATIVE = (
     Mutant(
         "a block's own keys count twice in what lies before it",
         CPU + "stretches.hpp",
-        "      own[n] = before;\n",
-        "      own[n] = running[n];\n",
+        "        store(more, a), store(more + LANES, b);",
+        "        store(more, load(sum)), store(more + LANES, load(sum + LANES));",
         native("parts_of_a_head and linear or stretches"),
     ),
     Mutant(

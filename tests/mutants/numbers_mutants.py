@@ -2,6 +2,7 @@
 
 from mutant import Mutant
 
+CENTRE = "kernels/centre.py"
 CPU = "kernels/cpu/"
 LONG = "tests/test_long_sequences.py"
 
@@ -98,5 +99,97 @@ NUMBERS = (
         "os.environ.setdefault(VARIABLE, POLICY)",
         "os.environ[VARIABLE] = POLICY",
         "tests/test_waiting.py",
+    ),
+    # the centre of the far field
+    Mutant(
+        "the far field has no centre in the torch engine",
+        CENTRE,
+        "return torch.where(square < (1 + AGREEMENT) * mean.square(), mean, 0)",
+        "return torch.zeros_like(mean)",
+        f"{LONG} -k 'test_gradients and torch and linear'",
+    ),
+    Mutant(
+        "the far field has no centre in the native engine",
+        CPU + "centre.hpp",
+        "  return square < mean * mean * splat(1 + AGREEMENT) ? mean : Vec{};",
+        "  return Vec{};",
+        f"{LONG} -k 'test_gradients and cpu and linear'",
+    ),
+    Mutant(
+        "a centre is chosen before anything is folded",
+        CENTRE,
+        "return now >= FIRST and now // unit * unit > before",
+        "return now // unit * unit > before",
+        f"{LONG} -k ever_more_rarely",
+    ),
+    Mutant(
+        "the first tile is not cut",
+        CENTRE,
+        "for part in [tokens] if number else _doubling_parts(tokens, block, reverse):",
+        "for part in [tokens]:",
+        f"{LONG} -k 'test_gradients and torch'",
+    ),
+    Mutant(
+        "outputs are rounded before the backward",
+        "kernels/problem.py",
+        "return borders and q.shape[2] >= LOW_FROM and",
+        "return False and borders and q.shape[2] >= LOW_FROM and",
+        f"{LONG} -k 'test_gradients and linear'",
+    ),
+    Mutant(
+        "low parts of outputs are not packed in the native engine",
+        CPU + "forward.hpp",
+        "    if (to.low) pack_low(to.out, sums, v.V, to.low);",
+        "    if (to.low) std::fill(to.low, to.low + v.V, int8_t(0));",
+        f"{LONG} -k 'test_gradients and cpu and linear'",
+    ),
+    Mutant(
+        "low parts of outputs are not read in the native engine",
+        CPU + "low.hpp",
+        "low[j] = unit * packed[j];",
+        "low[j] = 0 * unit * packed[j];",
+        f"{LONG} -k 'test_gradients and cpu and linear'",
+    ),
+    Mutant(
+        "states are handed on about their centre in the torch engine",
+        CENTRE,
+        "return torch.addcmul(self.sum, self.sum[..., -1:], self.centre)",
+        "return self.sum",
+        f"{LONG} -k 'have_no_centre and torch'",
+    ),
+    Mutant(
+        "states are handed on about their centre in the native engine",
+        CPU + "field.hpp",
+        "    if (is_centred(v))\n      for (long j",
+        "    if (false)\n      for (long j",
+        f"{LONG} -k 'have_no_centre and cpu'",
+    ),
+    Mutant(
+        "centres move without their sums",
+        CPU + "field.hpp",
+        "load(row(v, j, m)) + by * splat(total[m])",
+        "load(row(v, j, m)) + 0 * by * splat(total[m])",
+        f"{LONG} -k 'however and cpu'",
+    ),
+    Mutant(
+        "stretches fold values as they are into a centred sum",
+        CPU + "stretches.hpp",
+        "store(sum, a + (load(more) - weight * low))",
+        "store(sum, a + load(more))",
+        f"{LONG} -k 'however and linear-cpu'",
+    ),
+    Mutant(
+        "a row that sees little of the far field is the centre in the torch engine",
+        CENTRE,
+        "mostly_far = far_share >= 0.5",
+        "mostly_far = far_share >= 0",
+        f"{LONG} -k 'hardly_see and torch'",
+    ),
+    Mutant(
+        "a row that sees little of the far field is the centre in the native engine",
+        CPU + "centre.hpp",
+        "const bool mostly_far = far_share >= 0.5f;",
+        "const bool mostly_far = true;",
+        f"{LONG} -k 'hardly_see and cpu'",
     ),
 )
