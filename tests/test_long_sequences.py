@@ -97,6 +97,35 @@ def test_however_the_work_is_cut(name: str, backend: str, heads: int, threads: i
         assert_close(g, w, 1e-5)
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "attention",
+    [
+        functools.partial(FavorAttention, 4, 8, near=16, sinks=3),
+        functools.partial(FavorAttention, 4, 8, near=0, sinks=2, kernel="gaussian"),
+        functools.partial(FavorAttention, 4, 8, near=16, estimator="exponential"),
+        functools.partial(LinearAttention, 4, feature_map="softplus"),
+        functools.partial(LinearAttention, 4, feature_map="relu", num_features=8),
+    ],
+    ids=["favor", "gaussian", "learned", "softplus", "projected"],
+)
+def test_the_definition(attention: Callable[..., Mechanism], backend: str, causal: bool) -> None:
+    """Where centres are chosen: padding in between, two queries to a key head, values wider than keys."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 800, dim, generator=generator) for heads, dim in ((4, 4), (2, 4), (2, 6)))
+    mask = torch.rand(2, 800, generator=generator) < 0.9
+    mask[1, :300] = False
+    mechanism, grad = attention(backend=backend), torch.randn(2, 4, 800, 6, generator=generator)
+    inputs, exact = ([t.to(dtype).requires_grad_() for t in (q, k, v + 1)] for dtype in (torch.float32, torch.float64))
+    out = mechanism(*inputs, causal=causal, key_mask=mask)
+    want = attention(backend="torch").double().reference(*exact, causal=causal, key_mask=mask)
+    assert_close(out, want, 1e-5)
+    got_gradients, gradients = torch.autograd.grad(out, inputs, grad), torch.autograd.grad(want, exact, grad.double())
+    for of, g, w in zip("qkv", got_gradients, gradients, strict=True):
+        assert_close(g, w, 1e-5, f"d{of}")
+
+
 @pytest.mark.parametrize("huge", [1e4, 1e17, 1e30])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
