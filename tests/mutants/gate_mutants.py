@@ -214,7 +214,7 @@ GATES = (
     Mutant(
         "states: counts without bounds",
         STATES,
-        "_check_values(op, name, tensor, field)",
+        "_check_values(op, name, fitting, field)",
         "pass",
         gate("lengths_out or buckets_have"),
     ),

@@ -15,10 +15,11 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from subquad.errors import BackendError, ConfigError, DtypeError, MaskError, ShapeError
+from subquad.errors import BackendError, ConfigError, DtypeError, MaskError, ShapeError, SubquadError
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BACKENDS = ("auto", "cpu", "torch")
+STRIDED = torch.strided
 
 
 def shape_of(tensor: Tensor) -> str:
@@ -46,13 +47,14 @@ def qk(op: str, q: Tensor, k: Tensor) -> None:
 
 
 def _fit(op: str, q: Tensor, k: Tensor) -> None:
-    if q.shape[0] != k.shape[0]:
+    (batch, heads, _, dim), (key_batch, key_heads, _, key_dim) = q.shape, k.shape
+    if batch != key_batch:
         raise ShapeError(f"{op}: q and k must share the batch size, got q {shape_of(q)} and k {shape_of(k)}")
-    if q.shape[3] != k.shape[3]:
+    if dim != key_dim:
         raise ShapeError(f"{op}: q and k must share the head dim (last), got q {shape_of(q)} and k {shape_of(k)}")
-    if q.shape[1] % k.shape[1]:
+    if heads % key_heads:
         raise ShapeError(
-            f"{op}: the heads of q must be a multiple of those of k and v, got {q.shape[1]} and {k.shape[1]}; "
+            f"{op}: the heads of q must be a multiple of those of k and v, got {heads} and {key_heads}; "
             "the layout is [batch, heads, length, dim]"
         )
 
@@ -61,7 +63,8 @@ def _tensors(op: str, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise DtypeError(f"{op}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
-        dense_layout(op, name, tensor)
+        if tensor.is_nested or tensor.layout is not STRIDED:
+            dense_layout(op, name, tensor)
         if tensor.dim() != 4:
             raise ShapeError(f"{op}: {name} must be [batch, heads, length, dim], got {shape_of(tensor)}")
         if 0 in tensor.shape:
@@ -69,13 +72,20 @@ def _tensors(op: str, **tensors: Tensor) -> None:
         if tensor.dtype not in FLOAT_DTYPES:
             names = ", ".join(dtype_name(dtype) for dtype in FLOAT_DTYPES)
             raise DtypeError(f"{op}: {name} must be one of {names}, got {dtype_name(tensor.dtype)}")
-    first = next(iter(tensors.values()))
-    if any(tensor.dtype != first.dtype for tensor in tensors.values()):
+    first, *others = tensors.values()
+    dtype, device = first.dtype, first.device
+    for tensor in others:
+        if tensor.dtype != dtype or tensor.device != device:
+            raise _not_alike(op, tensors)
+
+
+def _not_alike(op: str, tensors: dict[str, Tensor]) -> SubquadError:
+    """Of several dtypes, or else on several devices."""
+    if len({tensor.dtype for tensor in tensors.values()}) > 1:
         dtypes = ", ".join(dtype_name(tensor.dtype) for tensor in tensors.values())
-        raise DtypeError(f"{op}: {_list(tensors)} must share one dtype, got {dtypes}; cast them to one")
-    if any(tensor.device != first.device for tensor in tensors.values()):
-        devices = ", ".join(str(tensor.device) for tensor in tensors.values())
-        raise BackendError(f"{op}: {_list(tensors)} must be on one device, got {devices}")
+        return DtypeError(f"{op}: {_list(tensors)} must share one dtype, got {dtypes}; cast them to one")
+    devices = ", ".join(str(tensor.device) for tensor in tensors.values())
+    return BackendError(f"{op}: {_list(tensors)} must be on one device, got {devices}")
 
 
 def dense_layout(op: str, name: str, tensor: Tensor) -> None:
@@ -195,9 +205,10 @@ def map_rows(op: str, rows: Tensor, q: Tensor, k: Tensor) -> None:
     """Rows of a feature map `[heads, M, D]`, for such queries and keys."""
     if rows.shape[-1] != q.shape[-1]:
         raise ShapeError(f"{op}: the feature map is for head_dim={rows.shape[-1]}, got q {shape_of(q)}")
-    if rows.shape[0] not in (1, k.shape[1], q.shape[1]):
+    heads = rows.shape[0]
+    if heads != 1 and heads not in (k.shape[1], q.shape[1]):
         raise ShapeError(
-            f"{op}: the feature map has {rows.shape[0]} heads, but k has {k.shape[1]} and q {q.shape[1]}; "
+            f"{op}: the feature map has {heads} heads, but k has {k.shape[1]} and q {q.shape[1]}; "
             "make it with num_heads = the heads of k"
         )
     if rows.device != q.device:
@@ -451,11 +462,21 @@ def transformed() -> bool:
     return functorch is not None and functorch.peek_interpreter_stack() is not None
 
 
+def _forward_mode() -> bool:
+    """Whether forward-mode derivatives are being taken: no tensor has any outside of that. If torch does not say
+    (the name is its own), they might be."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def _is_dual(tensor: Tensor | None) -> bool:
+    return tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
+
+
 def no_transforms(*tensors: Tensor | None) -> None:
     """The operators have gradients for torch.autograd; under other transforms torch would silently return zeros."""
     if torch.compiler.is_compiling():
         return
-    if transformed() or any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if transformed() or (_forward_mode() and any(_is_dual(t) for t in tensors)):
         raise BackendError(
             "subquad: torch.func transforms (vmap, grad, jvp) and forward-mode derivatives are not supported by the "
             "fast engine; fold a mapped dimension into the batch, use torch.autograd.grad, or mechanism.reference(...)"

@@ -11,6 +11,7 @@ from subquad.errors import BackendError, DtypeError, ShapeError
 
 MOST_TOKENS = 2**62  # positions are int64, and a few are added to them
 FEW = 64
+STRIDED = torch.strided
 
 SomeState = TypeVar("SomeState", bound=tuple)
 
@@ -29,11 +30,7 @@ class StateField(NamedTuple):
     high: int | None = None
 
     def dtype(self, k: Tensor) -> torch.dtype:
-        if self.kind == "kept":
-            return k.dtype
-        if self.kind == "sum":
-            return torch.promote_types(k.dtype, torch.float32)
-        return torch.bool if self.kind == "flag" else torch.int64
+        return _dtypes(k)[self.kind]
 
     def new(self, k: Tensor) -> Tensor:
         """Before the first token: letters are sizes of 0."""
@@ -83,12 +80,31 @@ def state(op: str, state: Any, kind: type[SomeState], fields: Fields, k: Tensor)
     if not isinstance(state, kind) or len(state) != len(fields):
         raise ShapeError(f"{op}: state must be a {kind.__name__} returned by extend, got {type(state).__name__}")
     sizes: dict[str, int] = {}
-    return kind(
-        *(_checked(op, name, tensor, fields[name], sizes, k) for name, tensor in zip(fields, state, strict=True))
-    )
+    dtypes, device, tensors = _dtypes(k), k.device, []  # once for all of them: this runs with every token
+    for (name, field), tensor in zip(fields.items(), state, strict=True):
+        usual = (
+            type(tensor) is Tensor
+            and not tensor.is_nested
+            and tensor.layout is STRIDED
+            and tensor.dtype is dtypes[field.kind]
+            and tensor.shape == field.shape
+            and tensor.device == device
+        )
+        fitting = tensor if usual else _checked(op, name, tensor, field, sizes, k)
+        if field.low is not None or field.high is not None:
+            _check_values(op, name, fitting, field)
+        tensors.append(fitting)
+    return kind(*tensors)
+
+
+def _dtypes(k: Tensor) -> dict[str, torch.dtype]:
+    """Of the kinds of tensors in the state."""
+    sums = torch.float32 if k.dtype is torch.float32 else torch.promote_types(k.dtype, torch.float32)
+    return {"kept": k.dtype, "sum": sums, "count": torch.int64, "flag": torch.bool}
 
 
 def _checked(op: str, name: str, tensor: Any, field: StateField, sizes: dict[str, int], k: Tensor) -> Tensor:
+    """All but its values: the tensor, converted if that loses nothing, or an error that says what is wrong."""
     if not isinstance(tensor, Tensor):
         raise DtypeError(f"{op}: state.{name} must be a torch.Tensor, got {type(tensor).__name__}")
     checks.dense_layout(op, f"state.{name}", tensor)
@@ -104,8 +120,6 @@ def _checked(op: str, name: str, tensor: Any, field: StateField, sizes: dict[str
     wanted = field.dtype(k)
     if tensor.dtype is not wanted:
         return _converted(op, name, tensor, wanted, k)
-    if field.low is not None or field.high is not None:
-        _check_values(op, name, tensor, field)
     return tensor
 
 
@@ -134,7 +148,9 @@ def values_of(tensor: Tensor) -> list[int] | None:
     where there are none (traced graphs)."""
     if type(tensor) is not Tensor or not tensor.is_cpu or torch.compiler.is_compiling() or checks.transformed():
         return None
-    return tensor.flatten().tolist() if tensor.numel() <= FEW else [int(x) for x in tensor.aminmax()]
+    if tensor.numel() > FEW:
+        return [int(x) for x in tensor.aminmax()]
+    return (tensor if tensor.dim() == 1 else tensor.flatten()).tolist()
 
 
 def _check_values(op: str, name: str, tensor: Tensor, field: StateField) -> None:

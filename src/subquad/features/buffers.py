@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ class LayerFeatures(Float32Buffers, ABC):
     @abstractmethod
     def feature_map(self) -> "FeatureMap":
         """As data, for the engines."""
+
+    def feature_map_for(self, dtype: torch.dtype) -> "FeatureMap":
+        """The same, with no more digits than inputs of `dtype` can use."""
+        return self.feature_map
 
     @abstractmethod
     def reset_parameters(self) -> None:

@@ -57,6 +57,9 @@ class DrawnFeatures(LayerFeatures):
     def feature_map(self) -> FeatureMap:
         return positive_map(self.weight, self.log_weight)
 
+    def feature_map_for(self, dtype: torch.dtype) -> FeatureMap:
+        return positive_map(self.weight, self.log_weight, dtype)
+
     @property
     def proposal(self) -> Proposal | None:
         return None if self.mean is None or self.root is None else Proposal(self.mean, self.root)

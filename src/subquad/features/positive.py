@@ -47,10 +47,15 @@ class Rows(NamedTuple):
     log_weight: Tensor
 
 
-def positive_map(weight: Tensor, log_weight: Tensor | None = None) -> FeatureMap:
-    """The unbiased map whose rows are `weight` `[heads or 1, M, D]`, with weights `log_weight` `[heads or 1, M]`."""
+def positive_map(weight: Tensor, log_weight: Tensor | None = None, dtype: torch.dtype = torch.float64) -> FeatureMap:
+    """The unbiased map whose rows are `weight` `[heads or 1, M, D]`, with weights `log_weight` `[heads or 1, M]`.
+
+    dtype: of the inputs it is for. log M must not cost float64 its digits, and a sum should be rounded once; but if it
+    stands alone and will be float32 anyway, it is made so: with every token decoded, it is made again.
+    """
     heads, num_features, _ = weight.shape
-    dtype = torch.float32 if weight.device.type == "mps" else torch.float64  # log M must not cost float64 its digits
+    single = (log_weight is None and dtype != torch.float64) or weight.device.type == "mps"
+    dtype = torch.float32 if single else torch.float64
     bias = weight.new_full((heads, num_features), -math.log(num_features), dtype=dtype)
     return FeatureMap(weight, weight, bias if log_weight is None else bias + log_weight)
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,13 +16,26 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        device = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), "cpu")
-        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        device = _device_of(args, kwargs)
+        if not _autocast_is_on(device):
             return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)
 
     return wrapped
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Of the first tensor. A loop, and no names of devices on CPUs: this runs with every token."""
+    for values in (args, kwargs.values()):
+        for x in values:
+            if isinstance(x, Tensor):
+                return "cpu" if x.is_cpu else x.device.type
+    return "cpu"
+
+
+def _autocast_is_on(device: str) -> bool:
+    return (device == "cpu" or torch.amp.is_autocast_available(device)) and torch.is_autocast_enabled(device)
 
 
 def bounded_(x: Tensor) -> Tensor:

@@ -312,7 +312,8 @@ class FavorAttention(RandomFeatures, Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, FavorState]:
         checks.extend(self, q, k, v, key_mask)
-        options, feature_map, dtype = self.options, self.feature_map, v.dtype
+        options, dtype = self.options, v.dtype
+        feature_map = self.features.feature_map_for(dtype)
         q, k, v = self._turned(q, k, v)
         k, v = map_heads(feature_map, q, k, v)
         fields = favor_state.fields(options, k, v, *self._state_sizes())
@@ -322,7 +323,7 @@ class FavorAttention(RandomFeatures, Mechanism):
             new = q.shape[2] if key_mask is None else key_mask.sum(-1)
             return out, past.with_far(far_max, far_sum)._replace(length=past.length + new)
         out, new_state = favor_state.extend(options, q, k, v, feature_map, past, key_mask)
-        return out.to(dtype), new_state
+        return out if out.dtype is dtype else out.to(dtype), new_state
 
     def _state_sizes(self) -> tuple[int, int]:
         """Running maxima and features per head of the far field."""

@@ -77,7 +77,8 @@ def map_heads(map: FeatureMap, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
 
 def fields(options: FavorOptions, k: Tensor, v: Tensor, maxima: int, features: int) -> states.Fields:
     """What a state's tensors must be."""
-    sizes = (*k.shape[:2], k.shape[-1], v.shape[-1], options.sinks, 2 * options.near, maxima, features)
+    batch, heads, _, dim = k.shape
+    sizes = (batch, heads, dim, v.shape[-1], options.sinks, 2 * options.near, maxima, features)
     return _fields(*sizes) if torch.compiler.is_compiling() else _kept_fields(*sizes)  # a traced call has no memory
 
 

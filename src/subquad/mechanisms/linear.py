@@ -1,5 +1,6 @@
 """Linear attention: a positive feature map in place of the exponential (Linear Transformer, generalised Performer)."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -165,6 +166,15 @@ def _for_heads(weight: Tensor, x: Tensor) -> Tensor:
     return weight if weight.shape[0] == 1 else weight.repeat_interleave(x.shape[1] // weight.shape[0], 0)
 
 
+def _fields(batch: int, heads: int, maxima: int | str, features: int | str, value_dim: int) -> states.Fields:
+    """What a state's tensors must be."""
+    far_sum = states.summed(batch, heads, features, value_dim + 1)
+    return {"far_max": states.summed(batch, heads, maxima), "far_sum": far_sum, "far_low": far_sum}
+
+
+_kept_fields = functools.lru_cache(maxsize=64)(_fields)
+
+
 class LinearAttention(RandomFeatures, Mechanism):
     """Attention with the kernel phi(q).phi(k): an RNN when decoding.
 
@@ -268,11 +278,12 @@ class LinearAttention(RandomFeatures, Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, LinearState]:
         checks.extend(self, q, k, v, key_mask)
-        state = self._checked_state(k, v, state)
+        phi = self._phi
+        past = self._checked_state(phi, k, v, state)
         if q.shape[2] == 1:
-            return self._step(q, k, v, state, key_mask)
-        out, far_max, far_sum = self._phi.attend(q, k, v, True, key_mask, state)
-        low = torch.zeros_like(far_sum) if state is None else scaled_low(state.far_low, state.far_max, far_max)
+            return self._step(phi, q, k, v, past, key_mask)
+        out, far_max, far_sum = phi.attend(q, k, v, True, key_mask, past)
+        low = torch.zeros_like(far_sum) if past is None else scaled_low(past.far_low, past.far_max, far_max)
         return out, LinearState(far_max, far_sum, low)
 
     def dense_weights(self, q: Tensor, k: Tensor, seen: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
@@ -286,20 +297,19 @@ class LinearAttention(RandomFeatures, Mechanism):
         if self.weight is not None:
             checks.projection(self.name, self.weight, k)
 
-    def _checked_state(self, k: Tensor, v: Tensor, state: State | None) -> LinearState | None:
+    def _checked_state(self, phi: _Phi, k: Tensor, v: Tensor, state: State | None) -> LinearState | None:
         if state is None:
             return None
         features = "M" if callable(self.feature_map) else self.num_features or self.head_dim
-        maxima = features if self._phi.in_log_space else 1
-        heads = k.shape[:2]
-        far_sum = states.summed(*heads, features, v.shape[-1] + 1)
-        fields = {"far_max": states.summed(*heads, maxima), "far_sum": far_sum, "far_low": far_sum}
-        return states.state(self.name, state, LinearState, fields, k)
+        maxima = features if phi.in_log_space else 1
+        make = _fields if torch.compiler.is_compiling() else _kept_fields  # a traced call has no memory
+        batch, heads = k.shape[:2]
+        return states.state(self.name, state, LinearState, make(batch, heads, maxima, features, v.shape[-1]), k)
 
     def _native_step(
-        self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, key_mask: Tensor | None
+        self, phi: _Phi, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState] | None:
-        phi, past = self._phi, () if state is None else tuple(state)
+        past = () if state is None else state
         if callable(self.feature_map) or step_engine("linear", self.backend, q, k, v, self.weight, *past) == "torch":
             return None
         real = None if key_mask is None else key_mask[:, 0]
@@ -316,11 +326,11 @@ class LinearAttention(RandomFeatures, Mechanism):
         return out, LinearState(state.far_max, far_sum, far_low)
 
     def _step(
-        self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, key_mask: Tensor | None
+        self, phi: _Phi, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         """One new token, in a handful of small operations."""
         checks.no_transforms(q, k, v)
-        if native := self._native_step(q, k, v, state, key_mask):
+        if native := self._native_step(phi, q, k, v, state, key_mask):
             return native
         dtype = torch.promote_types(q.dtype, torch.float32)
         own_dtype = callable(self.feature_map)  # a function gets what it would get in the definition
@@ -328,7 +338,6 @@ class LinearAttention(RandomFeatures, Mechanism):
         values = with_ones(v.to(dtype))
         if key_mask is not None:
             y, values = (t.masked_fill(~key_mask[:, None, :, None], 0) for t in (y, values))
-        phi = self._phi
         if phi.in_log_space:
             query, key = phi.argument(x), phi.argument(y)
             if key_mask is not None:

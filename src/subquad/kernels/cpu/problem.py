@@ -1,5 +1,6 @@
 """One attention problem as the C++ engine wants it."""
 
+import functools
 import math
 
 import torch
@@ -12,6 +13,7 @@ from subquad.kernels.cpu.library import DTYPES, Library
 
 RULES = ("none", "norm", "groups")
 KINDS = ("exp", "elu1", "relu", "softplus", "relu2", "identity")
+Told = tuple[int, torch.Size, torch.Size, int, int]  # dtype, shapes of q and k, value dim, threads
 SMALLEST_SLICE = 16  # features: fewer would leave vectors half empty
 
 
@@ -44,30 +46,58 @@ def parts_per_head(heads: int) -> int:
 
 def make_plan(q: Tensor, k: Tensor, v: Tensor, **others: int) -> Plan:
     """The numbers that the inputs tell, and `others`."""
-    numbers = {
-        "dtype": dtype_number(q),
+    return gate.plan(**_numbers(*told_by(q, k, v)) | others)
+
+
+def told_by(q: Tensor, k: Tensor, v: Tensor) -> Told:
+    """What the inputs tell of a plan, and the threads there are."""
+    return dtype_number(q), q.shape, k.shape, v.shape[3], torch.get_num_threads()
+
+
+@functools.lru_cache(maxsize=64)
+def step_plan(
+    told: Told,
+    kind: str,
+    num_features: int,
+    map_heads: int,
+    rule: str = RULES[0],
+    rule_groups: int = 1,
+    sinks: int = 0,
+    gaussian: bool = False,
+    near: int = 0,
+) -> Plan:
+    """Of one token. There is one such call per token, so it is looked up by few numbers, not by all of them by name."""
+    of_map = {"kind": KINDS.index(kind), "rule": RULES.index(rule), "rule_groups": rule_groups}
+    of_map |= {"map_heads": map_heads, "num_features": num_features}
+    of_keys = {"sinks": sinks, "gaussian": int(gaussian), "near_blocks": int(near > 0), "block": near or 1}
+    return Plan(**_numbers(*told) | of_map | of_keys)
+
+
+def _numbers(dtype: int, q_shape: torch.Size, k_shape: torch.Size, value_dim: int, threads: int) -> dict[str, int]:
+    """What the inputs tell, and for the rest what is most usual."""
+    return {
+        "dtype": dtype,
         "rule": 0,
         "rule_groups": 1,
-        "batch": q.shape[0],
-        "key_heads": k.shape[1],
-        "groups": q.shape[1] // k.shape[1],
+        "batch": q_shape[0],
+        "key_heads": k_shape[1],
+        "groups": q_shape[1] // k_shape[1],
         "map_heads": 1,
-        "head_dim": q.shape[3],
-        "value_dim": v.shape[3],
+        "head_dim": q_shape[3],
+        "value_dim": value_dim,
         "sinks": 0,
         "causal": 0,
         "gaussian": 0,
         "near_blocks": 0,
         "mask_batch": 1,
         "blocks_per_segment": 1,
-        "threads": torch.get_num_threads(),
+        "threads": threads,
         "slices": 1,
         "stretches": 1,
         "tile": TILE,
-        "length": q.shape[2],
-        "key_length": k.shape[2],
+        "length": q_shape[2],
+        "key_length": k_shape[2],
     }
-    return gate.plan(**numbers | others)
 
 
 def dtype_number(q: Tensor) -> int:
@@ -85,7 +115,9 @@ def dense_rows(tensor: Tensor) -> Tensor:
 
 
 def float32(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.to(torch.float32).contiguous()
+    if tensor is None:
+        return None
+    return (tensor if tensor.dtype is torch.float32 else tensor.to(torch.float32)).contiguous()
 
 
 def mask(tensor: Tensor | None, batch: int) -> Tensor | None:

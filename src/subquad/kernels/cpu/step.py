@@ -13,28 +13,29 @@ from subquad.checks import engine as checks
 from subquad.checks.states import MOST_TOKENS
 from subquad.features import FeatureMap
 from subquad.kernels.cpu import gate
-from subquad.kernels.cpu.favor import map_numbers, map_tensors
+from subquad.kernels.cpu.favor import map_tensors
 from subquad.kernels.cpu.gate import Plan
 from subquad.kernels.cpu.library import KEPT, Step
-from subquad.kernels.cpu.problem import KINDS, dense_rows, engine, float32, make_plan
+from subquad.kernels.cpu.problem import dense_rows, engine, float32, step_plan, told_by
+
+NEW = {name: f"new_{name}" for name in KEPT}  # where a tensor goes that changes
+FAR, SINKS, BLOCKS = (tuple(n for n in KEPT if n.startswith(part)) for part in ("far", "sink", "block"))
 
 
 def _run(
     plan: Plan,
-    qkv: tuple[Tensor, Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     root: float,
     maps: dict[str, Tensor | None],
-    before: dict[str, Tensor],
-    after: dict[str, Tensor],
-    **fields: Tensor | None,
+    fields: dict[str, Tensor | None],
 ) -> Tensor:
-    q, k, v = (dense_rows(t) for t in qkv)
-    given = plan.problem(root, True, q=q, k=k, v=v, **maps)
+    given = plan.problem(root, True, q=dense_rows(q), k=dense_rows(k), v=dense_rows(v), **maps)
     out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32, device="cpu")
-    new = {f"new_{name}": tensor for name, tensor in after.items()}
-    filled = plan.fill(Step(), out=out, **fields, **before, **new)
+    filled = plan.fill(Step(), out=out, **fields)
     engine().step(ctypes.byref(given), ctypes.byref(filled))
-    return out.to(q.dtype)
+    return out if q.dtype is torch.float32 else out.to(q.dtype)
 
 
 def favor_step(
@@ -52,19 +53,23 @@ def favor_step(
     """q, k, v `[B, ., 1, .]`, real `[B]` (None: all), state a `FavorState`."""
     sinks, length = state.sink_k.shape[2], state.length.tolist()
     checks.lengths(gate.OP, "length", length, MOST_TOKENS)
-    changes = {
-        "far": not near or any((before + 1) % near == 0 for before in length),
-        "sink": any(before < sinks for before in length),
-        "block": near > 0,
-    }
+    changed = _changed(length, near, sinks)
     before = {name: getattr(state, name).contiguous() for name in KEPT}
-    after = {name: torch.empty_like(tensor) for name, tensor in before.items() if changes[name.partition("_")[0]]}
-    numbers = {"sinks": sinks, "gaussian": int(gaussian), "near_blocks": int(near > 0), "block": near or 1}
-    plan = make_plan(q, k, v, **map_numbers(map), **numbers)
-    flags = None if real is None else real.contiguous()
-    fields = {"real": flags, "length": state.length.contiguous()}
-    out = _run(plan, (q, k, v), root, map_tensors(map), before, after, **fields)
-    return out, state._replace(length=state.length + (1 if real is None else real), **{**before, **after})
+    after = {name: torch.empty_like(before[name]) for name in changed}
+    fields = {**before, "length": state.length.contiguous(), "real": None if real is None else real.contiguous()}
+    for name in changed:
+        fields[NEW[name]] = after[name]
+    numbers = map.num_features, map.query.shape[0], map.rule, map.groups, sinks, gaussian, near
+    plan = step_plan(told_by(q, k, v), "exp", *numbers)
+    out = _run(plan, q, k, v, root, map_tensors(map), fields)
+    return out, state._replace(length=state.length + (1 if real is None else real), **before | after)
+
+
+def _changed(length: list[int], near: int, sinks: int) -> tuple[str, ...]:
+    """The tensors of a state that one more token changes."""
+    fold = not near or any((before + 1) % near == 0 for before in length)
+    sink = any(before < sinks for before in length)
+    return (FAR if fold else ()) + (SINKS if sink else ()) + (BLOCKS if near else ())
 
 
 def linear_step(
@@ -81,11 +86,15 @@ def linear_step(
     """Output, and `far_sum` and `far_low` with the new token in them."""
     weight = float32(weight)
     map_heads = 1 if weight is None else weight.shape[0]
-    numbers = {"kind": KINDS.index(feature_map), "map_heads": map_heads, "num_features": far_sum.shape[2], "block": 1}
+    plan = step_plan(told_by(q, k, v), feature_map, far_sum.shape[2], map_heads)
     start = torch.zeros(q.shape[0], dtype=torch.int64, device="cpu")  # it has no positions
-    before = {"far_sum": far_sum.contiguous(), "far_low": far_low.contiguous()}
-    after = {name: torch.empty_like(tensor) for name, tensor in before.items()}
-    plan, maps = make_plan(q, k, v, **numbers), {"query": weight, "key": weight}
-    flags = None if real is None else real.contiguous()
-    out = _run(plan, (q, k, v), root, maps, before, after, real=flags, length=start)
-    return out, after["far_sum"], after["far_low"]
+    far_sum, far_low = far_sum.contiguous(), far_low.contiguous()
+    new_sum, new_low = torch.empty_like(far_sum), torch.empty_like(far_low)
+    fields = {
+        "real": None if real is None else real.contiguous(),
+        "length": start,
+        **{"far_sum": far_sum, "far_low": far_low},
+        **{"new_far_sum": new_sum, "new_far_low": new_low},
+    }
+    out = _run(plan, q, k, v, root, {"query": weight, "key": weight}, fields)
+    return out, new_sum, new_low
