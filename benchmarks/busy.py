@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 POLICIES = {
@@ -105,13 +106,14 @@ def busy_loops(count: int) -> list[subprocess.Popen]:
 
 def measure(loops: int, repeats: int, seconds: float) -> list[dict]:
     """One record for each kind of work and policy: all samples, in units per second."""
+    from rich.progress import track
+
     samples: dict[tuple[str, str], list[float]] = {}
     running = busy_loops(loops)
+    todo = list(product(range(repeats), WORK, POLICIES))
     try:
-        for _ in range(repeats):
-            for work in WORK:
-                for policy in POLICIES:
-                    samples.setdefault((work, policy), []).append(sample(work, policy, seconds))
+        for _, work, policy in track(todo, f"beside {loops} busy loops"):
+            samples.setdefault((work, policy), []).append(sample(work, policy, seconds))
     finally:
         for loop in running:
             loop.kill()

@@ -5,6 +5,7 @@ import itertools
 import torch
 
 from subquad import FavorAttention, LinearAttention, Mechanism
+from subquad.kernels import problem
 from subquad.kernels.cpu import library
 from subquad.testing import make_inputs
 from subquad.testing.inputs import gradients, make_mask
@@ -32,8 +33,16 @@ def run(mechanism: Mechanism, length: int, causal: bool, dtype: torch.dtype, siz
                 _, state = mechanism.extend(*inputs.tokens(t, t + 1), state)
 
 
+def run_long(mechanism: Mechanism, causal: bool, batch: int) -> None:
+    """Far fields have a centre, outputs a low part."""
+    inputs = make_inputs(mechanism, 1200, batch=batch).to(torch.float32)
+    inputs = inputs._replace(v=inputs.v + 1).leaves()
+    gradients(mechanism(*inputs, causal=causal), inputs)
+
+
 def main() -> None:
     assert library.AVAILABLE, library.PROBLEM
+    problem.LOW_FROM = 1000
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for threads in (1, 3):
         torch.set_num_threads(threads)
@@ -42,6 +51,8 @@ def main() -> None:
         for mechanism, dtype in itertools.product(MECHANISMS, dtypes):
             run(mechanism, 40, True, dtype, 1.0)
             run(mechanism, 70, True, torch.float32, 30.0)
+        for mechanism, causal, batch in itertools.product(MECHANISMS, (False, True), (1, 3)):
+            run_long(mechanism, causal, batch)
     print("all cases done")
 
 
