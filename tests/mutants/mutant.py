@@ -9,3 +9,8 @@ class Mutant(NamedTuple):
     old: str
     new: str
     tests: str  # arguments of pytest
+
+    def applied(self, text: str) -> str:
+        if text.count(self.old) != 1:
+            raise RuntimeError(f"{self.name}: its text stands {text.count(self.old)} times in {self.path}, not once")
+        return text.replace(self.old, self.new)

@@ -39,14 +39,14 @@ NATIVE = (
         native("favor-near and causal_means_causal or favor-near and forward_equals"),
     ),
     Mutant(
-        "no certificate",
+        "no certificate in the native engine",
         CPU + "forward.hpp",
         "if (smallest >= CERTIFICATE || count == 1",
         "if (smallest >= 0 || count == 1",
         native("paper and extreme or paper and causal_means or smaller_blocks"),
     ),
     Mutant(
-        "no certificate in the backward",
+        "no certificate in the native backward",
         CPU + "backward.hpp",
         "if (v.logarithmic() && count > 1 && too_large()) return",
         "if (false) return",
