@@ -446,3 +446,13 @@ def test_wrong_batches_and_models() -> None:
         "calibrate: rows=1 queries were sampled of each batch, and none of them has a key far away; "
         "sample more, or give longer sequences"
     )
+
+
+def test_attention_of_hugging_face_without_a_scale_has_the_usual_one() -> None:
+    model, ids = bert(), torch.randint(0, 30, (1, 20))
+    told = collect(model, [ids], op="test", exact=True)[0].heads[0]
+    for module in model.modules():
+        if hasattr(module, "scaling"):
+            module.scaling = None
+    silent = collect(model, [ids], op="test", exact=True)[0].heads[0]
+    assert told.scale == silent.scale == 0.5  # of 4 dimensions

@@ -50,6 +50,16 @@ def test_contract(mechanism: Mechanism, check: Check) -> None:
 # Projections ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("projection", ["mean", "convolution"])
+def test_blocks_that_are_padding_in_every_sequence_are_not_seen(projection: str) -> None:
+    mechanism = make(projection=projection)
+    inputs = make_inputs(mechanism, 50, batch=3)
+    mask = torch.arange(50) < torch.tensor([[20], [7], [0]])  # the fourth block, of eight tokens, has none
+    out = mechanism(*inputs, key_mask=mask)
+    assert_close(out, mechanism.reference(*inputs, key_mask=mask), 1e-12)
+    assert torch.equal(out[2], torch.zeros_like(out[2]))
+
+
 @pytest.mark.parametrize("heads", [None, 2])
 def test_function_is_the_module(heads: int | None) -> None:
     mechanism = make(sharing="none", num_heads=heads) if heads else make()

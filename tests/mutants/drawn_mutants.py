@@ -239,4 +239,18 @@ DRAWN = (
         "assert mechanism(*inputs, causal=causal).requires_grad",
         tests("broken_mechanisms", "one_percent"),
     ),
+    Mutant(
+        "heads of Hugging Face without a scale get a wrong one",
+        "calibration/heads.py",
+        "q.shape[-1] ** -0.5 if scaling is None",
+        "q.shape[-1] * -0.5 if scaling is None",
+        "tests/test_calibration.py -k usual_one",
+    ),
+    Mutant(
+        "a block that is padding in all sequences is seen",
+        "mechanisms/linformer.py",
+        "slots | ~slots.any(-1, keepdim=True)",
+        "slots | ~slots.any(-2, keepdim=True)",
+        "tests/test_linformer.py -k not_seen",
+    ),
 )
