@@ -27,7 +27,7 @@ from sklearn.utils.estimator_checks import check_estimator
 import subquad
 from subquad import errors
 from subquad.features.draws import COUPLINGS
-from subquad.kernel_approximation import FEATURES, HADAMARD_DIM, KERNELS, FavorSampler
+from subquad.kernel_approximation import FEATURES, HADAMARD_DIM, KERNELS, FavorSampler, coupled_rows
 
 DIM, GAMMA = 6, 0.1
 ROWS = 600 * HADAMARD_DIM  # random rows of one fit: whole blocks of 6 and of 64, and blocks are independent
@@ -172,6 +172,14 @@ def test_unbiased_in_few_dimensions(features: str, dim: int, coupling: str, bloc
     x[0, 0] = 2.0
     sampler = FavorSampler(gamma=0.5, features=features, coupling=coupling)
     assert deviation(estimates(sampler, x, block, rows), math.exp(-2)) < 4
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_hadamard_rows_of_a_power_of_two_are_orthogonal(dim: int) -> None:
+    """They are drawn in just as many dimensions: cut from more, they would not be."""
+    rows = coupled_rows(dim, dim, "hadamard", torch.Generator().manual_seed(0)).double()
+    products = rows @ rows.mT
+    assert float((products - products.diag().diag()).abs().max()) < 1e-4 * float(products.max())
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -253,4 +253,11 @@ DRAWN = (
         "slots | ~slots.any(-2, keepdim=True)",
         "tests/test_linformer.py -k not_seen",
     ),
+    Mutant(
+        "hadamard rows are cut from more dimensions than needed",
+        "kernel_approximation.py",
+        "1 << (dim - 1).bit_length()",
+        "1 << (dim + 1).bit_length()",
+        "tests/test_kernel_approximation.py -k power_of_two",
+    ),
 )
