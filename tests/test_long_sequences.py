@@ -14,6 +14,7 @@ from subquad.kernels import problem
 from subquad.kernels.centre import Rows, is_due, pieces
 from subquad.kernels.cpu import library
 from subquad.testing import assert_close
+from threads import threads
 
 BACKENDS = ["torch", pytest.param("cpu", marks=[] if library.AVAILABLE else pytest.mark.skip(library.PROBLEM))]
 MECHANISMS = {
@@ -84,20 +85,21 @@ def test_gradients(name: str, length: int, causal: bool, backend: str) -> None:
 # The far field is kept about a centre ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("heads", [1, 5])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_however_the_work_is_cut(
-    name: str, backend: str, heads: int, threads: int, set_threads: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, backend: str, heads: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slices of features, stretches of tokens, portions of heads: all move centres, and keep what rounding left out."""
     monkeypatch.setattr(problem, "LOW_FROM", 1000)
-    set_threads(threads)
     q, k, v = (t.unflatten(2, (heads, -1))[:, 0] for t in draw(heads * 5000))
     grad = draw(heads * 5000, 1)[0].unflatten(2, (heads, -1))[:, 0]
     want = gradients(MECHANISMS[name](backend="torch"), [t.double() for t in (q, k, v)], grad.double())
-    for g, w in zip(gradients(MECHANISMS[name](backend=backend), [q, k, v], grad), want, strict=True):
+    with threads(workers):
+        got = gradients(MECHANISMS[name](backend=backend), [q, k, v], grad)
+    for g, w in zip(got, want, strict=True):
         assert_close(g, w, 1e-5)
 
 
@@ -131,22 +133,23 @@ def test_the_definition(attention: Callable[..., Mechanism], backend: str, causa
 
 
 @pytest.mark.parametrize("huge", [1e4, 1e17, 1e30])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_no_centre_knows_later_values(name: str, backend: str, threads: int, huge: float, set_threads: Any) -> None:
+def test_no_centre_knows_later_values(name: str, backend: str, workers: int, huge: float) -> None:
     """Earlier rows, and the gradients of their queries, are the same to the bit."""
-    set_threads(threads)
     attention, (q, k, v), (grad, *_) = MECHANISMS[name](backend=backend), draw(4096), draw(4096, 1)
-    for changed in (700, 2049, 3000):
-        other = v.clone()
-        other[:, :, changed:] = huge
-        results = []
-        for values in (v, other):
-            query = q.clone().requires_grad_()
-            rows = attention(query, k, values, causal=True)[:, :, :changed]
-            results.append((rows.detach(), torch.autograd.grad(rows, query, grad[:, :, :changed])[0][:, :, :changed]))
-        assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), f"token {changed}"
+    with threads(workers):
+        for changed in (700, 2049, 3000):
+            other = v.clone()
+            other[:, :, changed:] = huge
+            results = []
+            for values in (v, other):
+                query = q.clone().requires_grad_()
+                rows = attention(query, k, values, causal=True)[:, :, :changed]
+                (dq,) = torch.autograd.grad(rows, query, grad[:, :, :changed])
+                results.append((rows.detach(), dq[:, :, :changed]))
+            assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), f"token {changed}"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

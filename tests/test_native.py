@@ -4,8 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from subquad.functional import linear_attention
 from subquad.kernels.cpu import build, library
 from subquad.testing import Check, assert_close, make_inputs, parametrize_contract, relative_error
 from subquad.testing.inputs import gradients
+from threads import threads
 
 D = 6
 
@@ -94,16 +93,6 @@ def test_contract(mechanism: Mechanism, check: Check) -> None:
 
 
 # Against the torch engine ---------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def assert_engines_agree(attention: Mechanism, length: int, *, causal: bool, size: float = 1.0) -> None:

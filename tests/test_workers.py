@@ -12,6 +12,7 @@ from torch import Tensor
 from subquad import FavorAttention, LinearAttention, Mechanism
 from subquad.kernels.cpu import library
 from subquad.testing import assert_close
+from threads import threads
 
 pytestmark = pytest.mark.skipif(not library.AVAILABLE, reason=library.PROBLEM)
 
@@ -34,12 +35,8 @@ def run(mechanism: Mechanism, inputs: list[Tensor], causal: bool) -> list[Tensor
 
 
 def with_threads(count: int, mechanism: Mechanism, inputs: list[Tensor], causal: bool) -> list[Tensor]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
+    with threads(count):
         return run(mechanism, inputs, causal)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
@@ -48,25 +45,22 @@ def test_portions_of_heads_are_the_whole(name: str, causal: bool) -> None:
     """Few heads are done in portions, by whoever is free; three threads cut two heads up once more."""
     inputs = draw(heads=2, length=5000 if name != "linear" else 9000)
     whole = with_threads(1, MECHANISMS[name], inputs, causal)
-    for threads, tolerance in ((2, 1e-6), (3, 1e-5)):  # parts of heads are merged with a rounding more
-        results = [with_threads(threads, MECHANISMS[name], inputs, causal) for _ in range(2)]
+    for count, tolerance in ((2, 1e-6), (3, 1e-5)):  # parts of heads are merged with a rounding more
+        results = [with_threads(count, MECHANISMS[name], inputs, causal) for _ in range(2)]
         for what, once, again, want in zip(("out", "dq", "dk", "dv"), *results, whole, strict=True):
             assert torch.equal(once, again), f"{what} depends on who was first"
-            assert_close(once, want, tolerance, f"{what}, {threads} threads")
+            assert_close(once, want, tolerance, f"{what}, {count} threads")
 
 
 def test_calls_from_many_threads() -> None:
     """Jobs of several callers share the workers; each gets its own result."""
     inputs = {name: draw(2, 3000) for name in MECHANISMS}
-    torch.set_num_threads(2)
-    try:
+    with threads(2):
         want = {name: run(MECHANISMS[name], inputs[name], True) for name in MECHANISMS}
         with ThreadPoolExecutor(6) as callers:
             calls = [(name, callers.submit(run, MECHANISMS[name], inputs[name], True)) for name in [*MECHANISMS] * 3]
             for name, call in calls:
                 assert all(map(torch.equal, call.result(), want[name])), name
-    finally:
-        torch.set_num_threads(1)
 
 
 def child(program: str) -> str:

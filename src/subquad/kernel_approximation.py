@@ -83,7 +83,7 @@ class FavorSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         self.proposal = proposal
         self.random_state = random_state
 
-    def fit(self, X: Any, y: Any = None) -> "FavorSampler":  # noqa: N803
+    def fit(self, X: Any, y: Any = None) -> "FavorSampler":  # noqa: N803 - as scikit-learn names it
         """Draws the rows; of the data it takes the number of features, the mean, the variance and the covariance."""
         self._n_features_out = self._checked_components()
         x = self._dense(X, reset=True).astype(np.float64, copy=False)
@@ -99,7 +99,7 @@ class FavorSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         self.random_offset_ = 2 * math.pi * float(torch.rand((), generator=generator, device="cpu"))
         return self
 
-    def transform(self, X: Any) -> Any:  # noqa: N803
+    def transform(self, X: Any) -> Any:  # noqa: N803 - as scikit-learn names it
         """`(n_samples, n_components)`, float32 for float32; cosines first, then sines."""
         check_is_fitted(self)
         x = self._dense(X, reset=False)

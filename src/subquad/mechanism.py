@@ -56,8 +56,8 @@ class Mechanism(nn.Module, ABC):
         cls,
         options: dict[str, Any],
         *,
-        key_heads: int,  # noqa: ARG003
-        max_length: int | None,  # noqa: ARG003
+        key_heads: int,  # noqa: ARG003 - mechanisms with more to fit use it
+        max_length: int | None,  # noqa: ARG003 - and this
     ) -> dict[str, Any]:
         """`options`, and what this mechanism must know of the layer around it."""
         return options

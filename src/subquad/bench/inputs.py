@@ -91,7 +91,10 @@ def heavy(heads: int, length: int, dim: int, generator: torch.Generator) -> tupl
     Directions have a spectrum that falls like 1 / rank, tokens have sizes with Student's t of 5 degrees, keys and
     queries have means, three channels are five times as large, and values follow from keys, with noise.
     """
-    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
     spectrum = torch.arange(1, dim + 1) ** -1.0
     spectrum = spectrum * (dim / spectrum.square().sum()) ** 0.5  # q.k as large as that of N(0, I) would be
     channels = torch.ones(heads, 1, dim)

@@ -53,7 +53,7 @@ def enough_text(author: str, found: int, wanted: int, *, more: bool) -> None:
 
 def gguf_installed() -> None:
     with needs("gguf", "smollm2"):
-        import gguf  # noqa: F401
+        import gguf  # noqa: F401 - only whether it is there
 
 
 # Of the command -------------------------------------------------------------------------------------------------------

@@ -101,7 +101,8 @@ def _with_training_options(*without: str, **defaults: Any) -> Callable[[Callable
         own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
         shared = [p for p in inspect.signature(_training_options).parameters.values() if p.name not in without]
         shared = [p.replace(default=defaults.get(p.name, p.default)) for p in shared]
-        setattr(command, "__signature__", inspect.Signature([*own, *shared], return_annotation=int))  # noqa: B010
+        signature = inspect.Signature([*own, *shared], return_annotation=int)
+        setattr(command, "__signature__", signature)  # noqa: B010 - a function's type declares none
         command.__annotations__ = {p.name: p.annotation for p in [*own, *shared]}
         return command
 

@@ -65,7 +65,7 @@ class Rows(NamedTuple):
 
     def packed_low(self) -> Tensor:
         """Eight bits of each number."""
-        return (self.low / _unit_of_low(self.out)).to(LOW)
+        return torch.nan_to_num(self.low / _unit_of_low(self.out)).clamp(-127, 127).to(LOW)
 
 
 def _unit_of_low(out: Tensor) -> Tensor:

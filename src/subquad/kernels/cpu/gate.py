@@ -37,7 +37,8 @@ NUMBERS = {
 }
 
 # Of each pointer its kind, and its sizes in the letters of `_sizes`. rows: an `Array` of the inputs' dtype; kept: the
-# same, dense; float: float32; made: float32, allocated for this call; flag: bool; count: int64.
+# same, dense; float: float32; made: float32, allocated for this call; low: int8; flag: bool;
+# count: int64.
 KEPT_FIELDS = {
     **{"far_max": "float B K maxima", "far_sum": "float B K M V+1", "far_low": "float B K M V+1"},
     **{"sink_k": "kept B K sinks D", "sink_v": "kept B K sinks V"},
@@ -139,7 +140,7 @@ def _has_no_numbers(tensor: Any) -> bool:
 
 def has_own_operations(tensor: Tensor) -> bool:
     """A subclass that does something else, such as a fake tensor; a parameter is none of them."""
-    return getattr(type(tensor), "__torch_dispatch__") is not getattr(Tensor, "__torch_dispatch__")  # noqa: B009
+    return getattr(type(tensor), "__torch_dispatch__") is not getattr(Tensor, "__torch_dispatch__")  # noqa: B009 - mypy knows no such attribute
 
 
 class Plan:
@@ -221,13 +222,9 @@ def _sizes(n: dict[str, int]) -> dict[str, int | None]:
     borders = -(-blocks // n["blocks_per_segment"]) * (1 if n["causal"] else 2)
     return {
         **{"B": n["batch"], "K": n["key_heads"], "H": n["key_heads"] * n["groups"]},
-        **{"T": n["length"], "S": n["key_length"], "D": n["head_dim"], "V": n["value_dim"], "V+1": n["value_dim"] + 1},
-        **{
-            "M": n["num_features"],
-            "M+1": n["num_features"] + 1,
-            "maxima": n["num_features"] if exp else 1,
-            "norms": 2 if exp else None,
-        },
+        **{"T": n["length"], "S": n["key_length"], "D": n["head_dim"]},
+        **{"V": n["value_dim"], "V+1": n["value_dim"] + 1, "M": n["num_features"], "M+1": n["num_features"] + 1},
+        **{"maxima": n["num_features"] if exp else 1, "norms": 2 if exp else None},
         **{"maps": n["map_heads"], "masks": n["mask_batch"], "slices": n["slices"]},
         **{"sinks": n["sinks"], "blocks": 2 * n["block"] if n["near_blocks"] else 0},
         "borders": borders if n["causal"] or n["near_blocks"] else 1,
