@@ -16,7 +16,8 @@ from subquad.kernels.cpu import library
 from subquad.testing import assert_close
 from threads import threads
 
-BACKENDS = ["torch", pytest.param("cpu", marks=[] if library.AVAILABLE else pytest.mark.skip(library.PROBLEM))]
+NATIVE = [] if library.AVAILABLE else pytest.mark.skip(library.PROBLEM)
+BACKENDS = ["torch", pytest.param("cpu", marks=NATIVE)]
 MECHANISMS = {
     "favor": functools.partial(FavorAttention, 8, 64),
     "favor, near=0": functools.partial(FavorAttention, 8, 64, near=0, sinks=0),
@@ -82,6 +83,20 @@ def test_gradients(name: str, length: int, causal: bool, backend: str) -> None:
         assert float(block_errors(g, w).max()) <= 1e-5, f"d{of}"
 
 
+@pytest.mark.parametrize(("backend", "left"), [("torch", 0.3), pytest.param("cpu", 0.1, marks=NATIVE)])
+def test_gradients_that_cancel(backend: str, left: float) -> None:
+    """What the second half of the queries says to the keys nearly undoes what the first half says. Both engines add up
+    a block at a time, but that of C++ has the smaller blocks."""
+    length, (q, k, v), (grad, *_) = 131_072, draw(131_072), draw(131_072, 1)
+    q[:, :, length // 2 :] = q[:, :, : length // 2]
+    grad[:, :, length // 2 :] = left * grad[:, :, length // 2 :] - grad[:, :, : length // 2]
+    attention = MECHANISMS["favor, near=0"]
+    want = gradients(attention(backend="torch"), [t.double() for t in (q, k, v)], grad.double(), causal=False)
+    got = gradients(attention(backend=backend), [q, k, v], grad, causal=False)
+    for of, g, w in zip("qkv", got, want, strict=True):
+        assert float(block_errors(g, w).max()) <= 1e-5, f"d{of}"
+
+
 # The far field is kept about a centre ---------------------------------------------------------------------------------
 
 
@@ -101,6 +116,23 @@ def test_however_the_work_is_cut(
         got = gradients(MECHANISMS[name](backend=backend), [q, k, v], grad)
     for g, w in zip(got, want, strict=True):
         assert_close(g, w, 1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_merged_twice(backend: str) -> None:
+    """Slices of features and two sweeps meet in one row; what is kept for the backward still knows more digits."""
+    saved, (q, k, v) = [], draw(131_072)
+    want = MECHANISMS["favor"](backend="torch")(q.double(), k.double(), v.double())
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with threads(2), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = MECHANISMS["favor"](backend=backend)(q.requires_grad_(), k, v).detach()
+    low = Rows.unpacked(out, next(tensor for tensor in saved if tensor.dtype == torch.int8)).low
+    error, rounding = (float(block_errors(x, want).max()) for x in (out.double() + low, out))
+    assert error <= rounding / 4
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])

@@ -153,10 +153,17 @@ CORE = (
         contract("favor and forward_equals_reference"),
     ),
     Mutant(
+        "the state before a tile is not rescaled",
+        SCAN,
+        "before.addcmul_(initial.high[:, :, None], remaining[..., None])",
+        "before += initial.high[:, :, None]",
+        contract("favor and forward_equals"),
+    ),
+    Mutant(
         "state's gradient not rescaled",
         SCAN,
-        "state = torch.addcmul(reads[:, :, b], state, decay[:, :, b, :, None])",
-        "state = reads[:, :, b] + state",
+        "return scan(reads, decay, final, not reverse)",
+        "return scan(reads, torch.ones_like(decay), final, not reverse)",
         contract("favor and gradients_equal"),
     ),
     Mutant(

@@ -17,6 +17,27 @@ NUMBERS = (
         f"{LONG} -k 'test_outputs and cpu'",
     ),
     Mutant(
+        "long sums forget what rounding left out",
+        CPU + "field.hpp",
+        "{ return std::max(p.length, p.key_length) >= LOW_SUMS_FROM; }",
+        "{ return std::max(p.length, p.key_length) >= 1 << 30; }",
+        f"{LONG} -k 'cancel and cpu'",
+    ),
+    Mutant(
+        "long sums of torch are one product",
+        "kernels/compensated.py",
+        "count = a.shape[-2] // PIECE",
+        "count = 0",
+        f"{LONG} -k 'cancel and torch'",
+    ),
+    Mutant(
+        "merged rows keep more than a rounding",
+        CPU + "forward.hpp",
+        "    into.out[j] = merged + low;\n    lows.one[j] = low - (into.out[j] - merged);",
+        "    lows.one[j] = low;",
+        f"{LONG} -k 'merged_twice'",
+    ),
+    Mutant(
         "a native step forgets what rounding left out",
         CPU + "step.hpp",
         "new_low[j] = rest - (new_high[j] - sum);",
@@ -174,8 +195,8 @@ NUMBERS = (
     Mutant(
         "stretches fold values as they are into a centred sum",
         CPU + "stretches.hpp",
-        "store(sum, a + (load(more) - weight * low))",
-        "store(sum, a + load(more))",
+        "running.add(row * PANEL, load(more) - weight * low);",
+        "running.add(row * PANEL, load(more));",
         f"{LONG} -k 'however and linear-cpu'",
     ),
     Mutant(

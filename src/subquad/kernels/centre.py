@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.kernels.compensated import Total
+
 FIRST = 512  # tokens: before, the terms are not large enough
 STEPS = 4  # centres are chosen so often while the number of tokens doubles
 LOW = torch.int8  # what the rounding of outputs is kept in
@@ -25,20 +27,27 @@ AGREEMENT = 1 / 16  # variance of the features' means over their mean squared; w
 
 
 class FarField(NamedTuple):
-    """max `[B, K, M]` (or `[B, K, 1]`), sum `[B, K, M, V]`, centre `[B, K, 1, V]`, whose last number is 0."""
+    """max `[B, K, M]` (or `[B, K, 1]`), sum `[B, K, M, V]`, low: what rounding left out of it, centre `[B, K, 1, V]`,
+    whose last number is 0.
+    """
 
     max: Tensor
     sum: Tensor
+    low: Tensor
     centre: Tensor
 
     @classmethod
     def plain(cls, far_max: Tensor, far_sum: Tensor) -> "FarField":
         """From sums of the values themselves."""
-        return cls(far_max, far_sum, torch.zeros_like(far_sum[:, :, :1]))
+        return cls(far_max, far_sum, torch.zeros_like(far_sum), torch.zeros_like(far_sum[:, :, :1]))
 
     @classmethod
     def from_border(cls, far_max: Tensor, border: Tensor) -> "FarField":
-        return cls(far_max, border[:, :, :-1], border[:, :, -1:])
+        return cls(far_max, *Total.of(border[:, :, :-1]), border[:, :, -1:])
+
+    @property
+    def total(self) -> Total:
+        return Total(self.sum, self.low)
 
     def border(self) -> Tensor:
         """`[B, K, M + 1, V]`: the sums, and the centre as one more row."""

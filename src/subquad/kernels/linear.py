@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from subquad.features.elementwise import ELEMENTWISE, at_least_tiny
-from subquad.kernels import problem
+from subquad.kernels import compensated, problem
 from subquad.kernels.centre import FarField, Piece, normalised_rows, pieces
+from subquad.kernels.compensated import Total
 from subquad.kernels.logs import project, unproject, weight_gradient
 from subquad.kernels.problem import DEAD, FLOOR, NOWHERE, KeyTile, Problem, Saved, Target, between_borders
 from subquad.kernels.scan import running_maxima, scan, scan_backward
@@ -174,7 +175,7 @@ class _Engine:
             log_weight=borders_sum.new_zeros(0) if inputs.log_weight is None else self.p.zeros_like(inputs.log_weight),
             far_sum=borders_sum.new_zeros(0),
         )
-        grad_state = torch.zeros_like(borders_sum[0, :, :, :-1]) if grad_final is None else grad_final
+        grad_state = Total.of(torch.zeros_like(borders_sum[0, :, :, :-1]) if grad_final is None else grad_final)
         if self.options.causal:
             for i, segment in reversed(list(enumerate(self._segments()))):
                 states = [FarField.from_border(borders_max[i], borders_sum[i])]
@@ -183,14 +184,14 @@ class _Engine:
                     states.append(state.recentred() if following.recentres else state)
                 for piece, state in reversed(list(zip(segment, states, strict=True))):
                     grad_state = self._backward_tile(piece, state, saved, grad_state, into)
-            return into._replace(far_sum=grad_state)
+            return into._replace(far_sum=grad_state.high)
         field = FarField.from_border(borders_max[0], borders_sum[0])
         for piece in self._whole_tiles(self.p.length):
             reads, _ = self._read_backward(piece, _Read(field.sum[:, :, None], field.centre), None, saved, into)
-            grad_state = grad_state + reads.sum(2)
+            grad_state = compensated.add(grad_state, reads.sum(2))
         for piece in self._whole_tiles(self.p.key_length):
             keys = self._keys(piece, field.max, at_final_maximum=True)
-            self._keys_backward(keys, grad_state[:, :, None], None, into)
+            self._keys_backward(keys, grad_state.high[:, :, None], None, into)
         return into
 
     def _initial_state(self) -> FarField:
@@ -243,8 +244,9 @@ class _Engine:
     def _open(self, piece: Piece, state: FarField) -> _Folded:
         keys = self._keys(piece, state.max)
         decay = (keys.before - keys.after).exp()
-        states, last = scan(keys.weights.mT @ (keys.tile.v - state.centre[:, :, None]), decay, state.sum)
-        return _Folded(keys, _Read(states, state.centre), decay, FarField(keys.after[:, :, -1], last, state.centre))
+        states, last = scan(keys.weights.mT @ (keys.tile.v - state.centre[:, :, None]), decay, state.total)
+        final = FarField(keys.after[:, :, -1], *last, state.centre)
+        return _Folded(keys, _Read(states, state.centre), decay, final)
 
     def _queries(self, piece: Piece) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = self.p.queries(piece.start, self.block, piece.blocks(self.block))
@@ -313,8 +315,8 @@ class _Engine:
         return scores if factor is None else scores.mul_(factor)
 
     def _backward_tile(
-        self, piece: Piece, state: FarField, saved: Saved, grad_state: Tensor, into: LinearGradients
-    ) -> Tensor:
+        self, piece: Piece, state: FarField, saved: Saved, grad_state: Total, into: LinearGradients
+    ) -> Total:
         tile = self._open(piece, state)
         reads, own = self._read_backward(piece, tile.read, tile.keys, saved, into)
         grad_updates, grad_state = scan_backward(reads, tile.decay, grad_state)

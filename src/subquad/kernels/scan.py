@@ -7,29 +7,32 @@ States are `[B, K, M, V]`, stacked over the blocks of a tile as `[B, K, N, M, V]
 import torch
 from torch import Tensor
 
+from subquad.kernels import compensated
+from subquad.kernels.compensated import Total
+
 
 def _order(blocks: int, reverse: bool) -> range:
     return range(blocks - 1, -1, -1) if reverse else range(blocks)
 
 
-def scan(updates: Tensor, decay: Tensor, initial: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
-    """`S <- decay_b S + U_b`: the states each block finds before its own update, and the last one."""
-    before = torch.empty_like(updates)
-    state = initial
+def scan(updates: Tensor, decay: Tensor, initial: Total, reverse: bool = False) -> tuple[Tensor, Total]:
+    """`S <- decay_b S + U_b`: the states each block finds before its own update, and the last one.
+
+    The tile is summed up by itself first, so that the sum over all tiles is rounded once for each, and that is kept.
+    """
+    before, remaining = torch.empty_like(updates), torch.empty_like(decay)
+    state, left = torch.zeros_like(initial.high), torch.ones_like(decay[:, :, 0])
     for b in _order(updates.shape[2], reverse):
-        before[:, :, b] = state
+        before[:, :, b], remaining[:, :, b] = state, left
         state = torch.addcmul(updates[:, :, b], state, decay[:, :, b, :, None])
-    return before, state
+        left = left * decay[:, :, b]
+    before.addcmul_(initial.high[:, :, None], remaining[..., None])
+    return before, compensated.add(initial, state, left[..., None])
 
 
-def scan_backward(reads: Tensor, decay: Tensor, final: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
+def scan_backward(reads: Tensor, decay: Tensor, final: Total, reverse: bool = False) -> tuple[Tensor, Total]:
     """From gradients of `before` and of the last state: those of the updates, and of the initial state."""
-    updates = torch.empty_like(reads)
-    state = final
-    for b in _order(reads.shape[2], not reverse):
-        updates[:, :, b] = state
-        state = torch.addcmul(reads[:, :, b], state, decay[:, :, b, :, None])
-    return updates, state
+    return scan(reads, decay, final, not reverse)
 
 
 def running_maxima(block_maxima: Tensor, initial: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:

@@ -371,14 +371,14 @@ class BackwardTask {
   // What the rows say to the field.
   SUBQUAD_STAGE void add_to_field() {
     const Right g_columns{grad_columns_, r_.height() * PANEL};
-    add_product(v.M, v.V, int(r_.height()), panels(r_.weights, v.M), g_columns, in_panels(grad_.sum, v.M));
+    add_product(v.M, v.V, int(r_.height()), panels(r_.weights, v.M), g_columns, grad_.sums_from(v, 0));
     for (int m = 0; m < v.M; m += LANES) {
       const int some = std::min(LANES, v.M - m);
       Vec sums[LANES] = {};
       for (int i = 0; i < some; ++i)
         for (int t = 0; t < r_.height(); t += LANES)
           sums[i] += load(r_.weights + (long(t / PANEL) * v.M + m + i) * PANEL + t % PANEL) * load(minus_dot_ + t);
-      store_some(grad_.total + m, load_some(grad_.total + m, some) + sums_across(sums), some);
+      grad_.add_to_totals(m, sums_across(sums), some);
     }
   }
 

@@ -186,8 +186,11 @@ SUBQUAD_STAGE inline void add_fold(const View& v, const Keys& keys, const Fold& 
                                    int count) {
   const Right values{keys.value_columns + long(fold.begin) * PANEL, keys.height * PANEL};
   add_product(count, v.V, fold.panel_count * PANEL, panels(fold.weights + begin * PANEL, v.M), values,
-              in_panels(field.sum + begin * PANEL, v.M));
-  for (int m = begin; m < begin + count; ++m) field.total[m] += fold.total[m];
+              field.sums_from(v, begin));
+  for (int m = begin; m < begin + count; m += LANES) {
+    const int some = std::min(LANES, begin + count - m);
+    field.add_to_totals(m, load_some(fold.total + m, some), some);
+  }
 }
 // The tile alone as a field.
 SUBQUAD_STAGE inline void set_fold(const View& v, const Keys& keys, const Fold& fold, Field& field) {

@@ -5,21 +5,51 @@
 
 namespace subquad {
 
+// Tokens: before, rounding a sum of gradients once per block costs less than 1e-5 of it.
+constexpr long LOW_SUMS_FROM = 1 << 16;
+
 struct Field {
   float *sum, *total, *max, *centre;  // [M][V] in panels, [M], [M], [V] in panels; one piece of memory
+  float* low = nullptr;               // what rounding leaves out of sum and total, if that is kept
 
   static size_t size(long height, long features) { return size_t(height + 2) * features + height; }
   static size_t size(const View& v) { return size(v.height, v.M); }
+  // Of one that sums up a whole sequence: with the low part, where that is long.
+  static bool keeps_low(const Problem& p) { return std::max(p.length, p.key_length) >= LOW_SUMS_FROM; }
+  static size_t running_size(const Problem& p, long height, long features) {
+    return size(height, features) + (keeps_low(p) ? (height + 1) * features : 0);
+  }
+  static size_t running_size(const View& v) { return running_size(v.p, v.height, v.M); }
+  static Field running(const View& v, float* memory) {
+    Field field = over(v, memory);
+    if (keeps_low(v.p)) field.low = memory + size(v);
+    return field;
+  }
   // Those that add up: sum and total.
   static long sums(const View& v) { return (v.height + 1) * v.M; }
   static Field over(const View& v, float* memory) {
     const long m = v.M;
     return {memory, memory + v.height * m, memory + (v.height + 1) * m, memory + (v.height + 2) * m};
   }
-  void copy_from(const View& v, const Field& other) { std::memcpy(sum, other.sum, size(v) * sizeof(float)); }
+  void copy_from(const View& v, const Field& other) {
+    copy_sums_from(v, other);
+    std::copy(other.max, other.max + v.M, max);
+    std::copy(other.centre, other.centre + v.height, centre);
+  }
+  void copy_sums_from(const View& v, const Field& other) {
+    std::memcpy(sum, other.sum, sums(v) * sizeof(float));
+    if (low && other.low)
+      std::memcpy(low, other.low, sums(v) * sizeof(float));
+    else
+      clear_low(v);
+  }
 
+  void clear_low(const View& v) {
+    if (low) std::fill(low, low + sums(v), 0.0f);
+  }
   void clear(const View& v) {
     std::fill(sum, max, 0.0f);
+    clear_low(v);
     std::fill(max, max + v.M, v.logarithmic() ? FLOOR : 0.0f);
     std::fill(centre, centre + v.height, 0.0f);
   }
@@ -39,8 +69,36 @@ struct Field {
     for (long j = 0; j < v.height; j += LANES) move_centre(v, j, load(to + j));
   }
 
+  // Where products of weights and values are added, from feature m on.
+  Result sums_from(const View& v, long m) const {
+    Result result = in_panels(sum + m * PANEL, v.M);
+    if (low) result.low = low - sum;
+    return result;
+  }
+  // To LANES of the sums.
+  void add(long at, Vec more) const {
+    if (low)
+      add_exactly(sum + at, low + at, more);
+    else
+      store(sum + at, load(sum + at) + more);
+  }
+  // To the totals of some features from m on.
+  void add_to_totals(int m, Vec more, int some) {
+    Vec high = load_some(total + m, some);
+    if (low) {
+      float* low_total = low + (total - sum) + m;
+      Vec rest = load_some(low_total, some);
+      add_exactly(high, rest, more);
+      store_some(low_total, rest, some);
+    } else {
+      high += more;
+    }
+    store_some(total + m, high, some);
+  }
+
   // From and to [M][V + 1], the total last, as Python keeps it.
   void read(const View& v, const float* maxima, const float* sums) {
+    clear_low(v);
     for (int m = 0; m < v.M; ++m) {
       const float* row = sums + long(m) * (v.V + 1);
       put_column(row, v.V, m, v.M, sum);
@@ -91,15 +149,22 @@ struct Field {
 
   // What the sums become when the maxima move; some features or all.
   void scale(const View& v, const float* decay, int begin, int count) {
+    scale(v, decay, begin, count, sum);
+    if (low) scale(v, decay, begin, count, low);
+  }
+  void scale(const View& v, const float* decay) { scale(v, decay, 0, v.M); }
+
+ private:
+  static void scale(const View& v, const float* decay, int begin, int count, float* sums) {
     for (long j = 0; j < v.height / PANEL; ++j)
       for (int m = begin; m < begin + count; ++m) {
-        float* row = sum + (j * v.M + m) * PANEL;
+        float* row = sums + (j * v.M + m) * PANEL;
         store(row, load(row) * splat(decay[m]));
         store(row + LANES, load(row + LANES) * splat(decay[m]));
       }
-    for (int m = begin; m < begin + count; ++m) total[m] *= decay[m];
+    float* totals = sums + v.height * v.M;
+    for (int m = begin; m < begin + count; ++m) totals[m] *= decay[m];
   }
-  void scale(const View& v, const float* decay) { scale(v, decay, 0, v.M); }
 };
 
 }  // namespace subquad

@@ -55,8 +55,11 @@ inline void merge_row(const View& v, const OutputRow& part, const OutputRow& int
   for (int j = 0; j < v.V; ++j) {
     const float origin = larger[j], change = pull * (smaller[j] - origin);
     const float merged = origin + change;
-    if (into.low) lows.one[j] += pull * (lows.other[j] - lows.one[j]) + (change - (merged - origin));
     into.out[j] = merged;
+    if (!into.low) continue;
+    const float low = lows.one[j] + pull * (lows.other[j] - lows.one[j]) + (change - (merged - origin));
+    into.out[j] = merged + low;
+    lows.one[j] = low - (into.out[j] - merged);  // again no more than a rounding: there is room for that only
   }
   if (into.low) pack_low(into.out, lows.one, v.V, into.low);
   const float* most = keeps ? norm : part.norm;
@@ -80,7 +83,7 @@ class ForwardTask {
     part_ = {pool().take(v.height), reinterpret_cast<int8_t*>(pool().take(v.height)), nullptr};
     if (v.p.near_blocks || !v.p.causal) return;
     scores_ = pool().take(TILE * TILE);
-    before_ = Field::over(v, pool().take(Field::size(v)));
+    before_ = Field::running(v, pool().take(Field::running_size(v)));
     first_seen_ = 0;
     while (first_seen_ < v.p.key_length && !v.counts(v.p.alive, first_seen_)) ++first_seen_;
     for (int m = 0; m < v.M && v.p.far_max && v.logarithmic(); ++m)
@@ -231,7 +234,7 @@ class ForwardTask {
     std::copy(field_.max, field_.max + v.M, before_.max);
     make_fold(v, block, 0, count, field_.max, false, fold_);
     if (fold_.decays) {  // the own keys stand at the later maxima, so the field must too
-      std::memcpy(before_.sum, field_.sum, (v.height + 1) * v.M * sizeof(float));
+      before_.copy_sums_from(v, field_);
       field_.scale(v, fold_.decay);
     }
     float smallest = INFINITE;
@@ -241,7 +244,10 @@ class ForwardTask {
       if (field_.is_centred(v)) block.subtract(v, field_.centre);
       return add_fold(v, block, fold_, field_, 0, v.M);
     }
-    if (fold_.decays) field_.copy_from(v, before_);
+    if (fold_.decays) {
+      field_.copy_sums_from(v, before_);
+      std::copy(before_.max, before_.max + v.M, field_.max);
+    }
     const int part = std::max(1, count / SPLIT);
     for (int i = 0; i < count; i += part) own_tokens(begin + i, std::min(part, count - i));
   }

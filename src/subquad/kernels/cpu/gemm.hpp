@@ -35,10 +35,11 @@ struct Right {
   long panel;
 };
 
-// C: rows `row` apart inside a panel, panels `panel` apart.
+// C: rows `row` apart inside a panel, panels `panel` apart. `low` numbers further lies what rounding leaves out of C, if
+// that is kept (0: it is not).
 struct Result {
   float* c;
-  long row, panel;
+  long row, panel, low = 0;
 };
 inline Result in_panels(float* c, long height) { return {c, PANEL, height * PANEL}; }
 inline Result in_rows(float* c, long stride) { return {c, stride, PANEL}; }
@@ -58,17 +59,36 @@ inline __attribute__((always_inline)) void accumulate(Vec (&sum)[ROWS][2], int c
   }
 }
 
+// high + low + more, where high becomes the sum as a float and low what that leaves out.
+inline void add_exactly(Vec& high, Vec& low, Vec more) {
+  const Vec large = high, small = low + more, part = (high = large + small) - large;
+  low = (large - (high - part)) + (small - part);
+}
+inline void add_exactly(float* high, float* low, Vec more) {
+  Vec sum = load(high), rest = load(low);
+  add_exactly(sum, rest, more);
+  store(high, sum), store(low, rest);
+}
+
 // ROWS x PANEL numbers of C, held in registers. What is there already is added last: a sum over many calls, which grows
 // large, then takes one rounding per call, not one per number, and numbers too small for it are summed up first.
 template <int ROWS, bool ADD, class Left>
 inline __attribute__((always_inline)) void multiply_tile(int depth, const float* a, const Left& A, const float* b,
-                                                         float* c, long stride) {
+                                                         float* c, long stride, long low) {
   Vec sum[ROWS][2];
 #pragma GCC unroll 8
   for (int i = 0; i < ROWS; ++i) sum[i][0] = sum[i][1] = Vec{};
   for (; depth >= PANEL; depth -= PANEL, a += A.next(), b += PANEL * PANEL)
     accumulate<ROWS, Left>(sum, PANEL, a, b);
   accumulate<ROWS, Left>(sum, depth, a, b);
+  if (ADD && low) {
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; ++i) {
+      add_exactly(c + i * stride, c + i * stride + low, sum[i][0]);
+      add_exactly(c + i * stride + LANES, c + i * stride + LANES + low, sum[i][1]);
+    }
+    return;
+  }
 #pragma GCC unroll 8
   for (int i = 0; i < ROWS; ++i) {
     store(c + i * stride, ADD ? load(c + i * stride) + sum[i][0] : sum[i][0]);
@@ -83,7 +103,7 @@ template <int ROWS, bool ADD, class Left>
 inline void multiply_rows(int i, int panel_count, int depth, const Left& A, const Right& B, const Result& C) {
   ahead().some();
   for (int j = 0; j < panel_count; ++j)
-    multiply_tile<ROWS, ADD>(depth, A.at(i), A, B.b + j * B.panel, C.c + j * C.panel + i * C.row, C.row);
+    multiply_tile<ROWS, ADD>(depth, A.at(i), A, B.b + j * B.panel, C.c + j * C.panel + i * C.row, C.row, C.low);
 }
 
 // Rows outside, panels inside: A is read once, and a B of some 16 kB stays in the first cache.

@@ -41,7 +41,7 @@ inline long met_before(const View& v, const Pass& pass, const Portion& portion) 
 
 inline void backward_alone(const View& v, const Passes& passes, const Backward& saved) {
   pool().reset();
-  Field grad = Field::over(v, pool().take(Field::size(v)));
+  Field grad = Field::running(v, pool().take(Field::running_size(v)));
   for (int i = passes.count - 1; i >= 0; --i) {
     start_gradient(v, passes.pass[i], saved, grad);
     BackwardTask task(v, saved, grad, whole_window(v, saved));

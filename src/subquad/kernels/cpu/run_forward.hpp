@@ -62,7 +62,7 @@ inline void start_field(const View& v, const Pass& pass, Field& field) {
 // One slice: nobody to wait for.
 inline void forward_alone(const View& v, const Passes& passes, const Forward& f) {
   pool().reset();
-  Field field = Field::over(v, pool().take(Field::size(v)));
+  Field field = Field::running(v, pool().take(Field::running_size(v)));
   touch_rows(v, whole_output(v, f, false, false), 0, v.p.length);
   for (int i = 0; i < passes.count; ++i) {
     const Pass& pass = passes.pass[i];
@@ -75,8 +75,8 @@ inline void forward_alone(const View& v, const Passes& passes, const Forward& f)
 class SharedFields {
  public:
   explicit SharedFields(const Problem& p)
-      : size_(Field::size(padded(p.value_dim), p.num_features)), memory_(new_buffer(task_count(p) * size_)) {}
-  Field of(const View& v, long task) const { return Field::over(v, memory_.get() + task * size_); }
+      : size_(Field::running_size(p, padded(p.value_dim), p.num_features)), memory_(new_buffer(task_count(p) * size_)) {}
+  Field of(const View& v, long task) const { return Field::running(v, memory_.get() + task * size_); }
 
  private:
   long size_;

@@ -21,8 +21,8 @@ inline Range part_of(long count, long unit, long i, long parts) {
 // Fields side by side, to be summed up.
 class FieldRow {
  public:
-  FieldRow(const View& view, long count) : v(view), size_(Field::size(v)), memory_(new_buffer(count * size_)) {}
-  Field operator[](long i) const { return Field::over(v, memory_.get() + i * size_); }
+  FieldRow(const View& view, long count) : v(view), size_(Field::running_size(v)), memory_(new_buffer(count * size_)) {}
+  Field operator[](long i) const { return Field::running(v, memory_.get() + i * size_); }
   float* numbers(long i) const { return memory_.get() + i * size_; }
   long size() const { return size_; }
 
@@ -48,15 +48,21 @@ inline void sums_before(const View& v, const FieldRow& fields, Range at, long co
         const Vec weight = splat(own.total[row - panel * v.M]);
         float *sum = running.sum + row * PANEL, *more = own.sum + row * PANEL;
         const Vec a = load(sum), b = load(sum + LANES);
-        store(sum, a + (load(more) - weight * low)), store(sum + LANES, b + (load(more + LANES) - weight * high));
+        running.add(row * PANEL, load(more) - weight * low);
+        running.add(row * PANEL + LANES, load(more + LANES) - weight * high);
         store(more, a), store(more + LANES, b);
       }
     }
   }
 }
-inline void totals_before(const View& v, const FieldRow& fields, long count, const Field& running) {
+inline void totals_before(const View& v, const FieldRow& fields, long count, Field& running) {
   for (long i = 0; i < count; ++i)
-    for (int m = 0; m < v.M; ++m) std::swap(running.total[m], fields[i].total[m]), running.total[m] += fields[i].total[m];
+    for (int m = 0; m < v.M; m += LANES) {
+      const int some = std::min(LANES, v.M - m);
+      const Vec before = load_some(running.total + m, some);
+      running.add_to_totals(m, load_some(fields[i].total + m, some), some);
+      store_some(fields[i].total + m, before, some);
+    }
 }
 
 // Not causal ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from subquad.kernels import compensated
 from subquad.kernels.centre import FarField, Piece, pieces
+from subquad.kernels.compensated import Total, product_over_tokens
 from subquad.kernels.favor.problem import FavorProblem, Gradients, normalise_centred, references
 from subquad.kernels.problem import Saved, Target
 
@@ -29,8 +31,8 @@ class FullField:
         logs = self.p.features.of_keys(keys.y, self.p.dead_bias(keys.alive))[:, :, 0]
         grown = torch.maximum(field.max, logs.amax(-2))
         weights, decay = logs.sub_(grown[:, :, None]).exp_(), (field.max - grown).exp_()
-        update = weights.mT @ (keys.v[:, :, 0] - field.centre)
-        return field._replace(max=grown, sum=torch.addcmul(update, field.sum, decay[..., None]))
+        update = product_over_tokens(weights, keys.v[:, :, 0] - field.centre)
+        return FarField(grown, *compensated.add(field.total, update, decay[..., None]), field.centre)
 
     def _shape(self, start: int, length: int) -> tuple[int, int]:
         return min(self.tile, length - start), 1
@@ -53,9 +55,10 @@ class FullField:
         self.p.put_rows(target, start, block, *normalise_centred(far, near, field.centre, reference))
 
     def backward(self, saved: Saved, field: FarField, into: Gradients) -> None:
-        grad_sum = torch.zeros_like(field.sum)
+        total = Total.of(torch.zeros_like(field.sum))
         for start in range(0, self.p.length, self.tile):
-            grad_sum += self._read_backward(start, saved, field, into)
+            total = compensated.add(total, self._read_backward(start, saved, field, into))
+        grad_sum = total.high
         for first in range(0, self.p.key_length, self.tile):
             block, blocks = self._shape(first, self.p.key_length)
             keys = self.p.keys(first, block, blocks)
@@ -73,7 +76,7 @@ class FullField:
         logs, _ = self.p.features.of_queries(x)
         logs += field.max[:, :, None, None]
         weights = logs.sub_(normaliser[..., :1]).exp_()
-        grad_sum = (weights.mT @ grad)[:, :, 0]
+        grad_sum = product_over_tokens(weights, grad)[:, :, 0]
         dlogs = weights.mul_(centred_grad @ field.sum[:, :, None].mT)
         dx = self.p.features.queries_backward(x, dlogs)
         exact = self._sinks(x, start, block)

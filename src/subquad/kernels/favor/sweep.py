@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.centre import FarField, Piece, Rows, merged_rows, pieces
+from subquad.kernels.compensated import Total
 from subquad.kernels.favor.problem import FavorProblem, Gradients, normalise_centred, references
 from subquad.kernels.problem import FLOOR, KeyTile, Saved, Target, between_borders
 from subquad.kernels.scan import running_maxima, scan, scan_backward
@@ -109,8 +110,8 @@ class Sweep:
         decay = (before - after).exp_()
         weights = key_logs.sub_(after[:, :, :, None]).exp_()
         values = keys.v[:, :, :blocks] - state.centre[:, :, None]
-        states, last = scan(weights.mT @ values, decay, state.sum, self.reverse)
-        final = FarField(after[:, :, 0 if self.reverse else -1], last, state.centre)
+        states, last = scan(weights.mT @ values, decay, state.total, self.reverse)
+        final = FarField(after[:, :, 0 if self.reverse else -1], *last, state.centre)
         if self.own_by_features:  # the own block stands at the later maxima, so the state must too
             return Folded(keys, weights, after, states.mul_(decay[..., None]), decay, final)
         return Folded(keys, weights, before, states, decay, final)
@@ -224,7 +225,7 @@ class Sweep:
         self, saved: Saved, borders_max: Tensor, borders_sum: Tensor, grad_final: Tensor | None, into: Gradients
     ) -> Tensor:
         """Adds all gradients; returns that of the initial state."""
-        grad_state = torch.zeros_like(borders_sum[0, :, :, :-1]) if grad_final is None else grad_final
+        grad_state = Total.of(torch.zeros_like(borders_sum[0, :, :, :-1]) if grad_final is None else grad_final)
         for i, segment in reversed(list(enumerate(self.segments()))):
             states = [FarField.from_border(borders_max[i], borders_sum[i])]
             for piece, following in pairwise(segment):
@@ -233,7 +234,7 @@ class Sweep:
             for piece, state in reversed(list(zip(segment, states, strict=True))):
                 blocks = piece.blocks(self.block)
                 grad_state = self._backward_tile(piece.start, self.block, blocks, state, saved, grad_state, into)
-        return grad_state
+        return grad_state.high
 
     def _backward_tile(
         self,
@@ -242,9 +243,9 @@ class Sweep:
         blocks: int,
         state: FarField,
         saved: Saved,
-        grad_state: Tensor,
+        grad_state: Total,
         into: Gradients,
-    ) -> Tensor:
+    ) -> Total:
         tile = self._open(start, block, blocks, state)
         grad, centred_grad, lognorm = self.p.output_gradient(saved, start, block, blocks, state.centre)
         if self._too_large(tile, lognorm):
@@ -275,7 +276,7 @@ class Sweep:
             return False
         return bool((tile.logs.amax(-1) - lognorm[..., 0] > -math.log(CERTIFICATE)).any())
 
-    def _backward_parts(self, tile: Tile, state: FarField, saved: Saved, grad_state: Tensor, into: Gradients) -> Tensor:
+    def _backward_parts(self, tile: Tile, state: FarField, saved: Saved, grad_state: Total, into: Gradients) -> Total:
         block, parts = tile.block // SPLIT or 1, list(self._parts(tile))
         states = [state]
         for part in parts[:-1]:
