@@ -157,7 +157,7 @@ CORE = (
         SCAN,
         "before.addcmul_(initial.high[:, :, None], remaining[..., None])",
         "before += initial.high[:, :, None]",
-        contract("favor and forward_equals"),
+        contract("favor and chunk"),
     ),
     Mutant(
         "state's gradient not rescaled",
