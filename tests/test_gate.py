@@ -33,7 +33,7 @@ def tensors_of(structure: type, **numbers: int) -> dict[str, Tensor]:
 
 
 def fill(structure: type, tensors: dict[str, Any], **numbers: int) -> Any:
-    plan = gate.Plan(**NUMBERS | numbers)
+    plan = gate.plan(**NUMBERS | numbers)  # the same one for many calls
     return plan.problem(1.0, **tensors) if structure is Problem else plan.fill(structure(), **tensors)
 
 
@@ -69,6 +69,7 @@ def test_only_the_gate_takes_addresses() -> None:
 def test_every_pointer_is_checked(structure: Any) -> None:
     """Each of them: its dtype, its sizes, that it is there."""
     right = tensors_of(structure)
+    fill(structure, right)
     for name, tensor in right.items():
         wrong = {
             "dtype": tensor.to(torch.float64),
@@ -340,7 +341,7 @@ def test_the_native_step_looks_at_lengths_itself() -> None:
 
     mechanism = FavorAttention(8, 16, near=4, sinks=2)
     token, state = state_of(mechanism, torch.float32)
-    how = {"near": 4, "root": 1.0, "gaussian": False}
+    how = {"near": 4, "sinks": 2, "root": 1.0, "gaussian": False}
     for field, value, words in (
         ("length", torch.tensor([0, -1]), f"length counts tokens, so it must lie between 0 and {2**62 - 1}, got -1"),
         ("length", torch.tensor([0, 1], dtype=torch.int32), "length must be int64, got int32"),

@@ -74,14 +74,14 @@ GATES = (
     Mutant(
         "gate: pointers that are missing",
         GATE,
-        "if tensors.get(name) is None:",
+        "if name not in given:",
         "if False:",
         gate("every_pointer_is_checked or numbers_ask_for"),
     ),
     Mutant(
         "gate: half of a pair",
         GATE,
-        "if (tensors.get(one) is None) != (tensors.get(other) is None):",
+        "if (one in given) != (other in given):",
         "if False:",
         gate("comes_together"),
     ),

@@ -5,6 +5,7 @@ from mutant import Mutant
 CENTRE = "kernels/centre.py"
 CPU = "kernels/cpu/"
 LONG = "tests/test_long_sequences.py"
+PLAIN = "tests/test_plain_steps.py"
 
 NUMBERS = (
     Mutant(
@@ -36,6 +37,41 @@ NUMBERS = (
         "    into.out[j] = merged + low;\n    lows.one[j] = low - (into.out[j] - merged);",
         "    lows.one[j] = low;",
         f"{LONG} -k 'merged_twice'",
+    ),
+    Mutant(
+        "a plain step takes as many keys as come",
+        "kernels/engines.py",
+        "return q.shape[2] == k.shape[2] == 1 and k.shape[1] > 0",
+        "return q.shape[2] == 1 and k.shape[1] > 0",
+        PLAIN,
+    ),
+    Mutant(
+        "a plain step forgets forward-mode derivatives",
+        "kernels/engines.py",
+        "or checks.transformed() or checks.forward_mode():",
+        "or checks.transformed():",
+        PLAIN,
+    ),
+    Mutant(
+        "a plain step with gradients",
+        "kernels/engines.py",
+        "if torch.is_grad_enabled() or torch.compiler.is_compiling() or backend",
+        "if torch.compiler.is_compiling() or backend",
+        PLAIN,
+    ),
+    Mutant(
+        "a plain step takes any maxima",
+        "mechanisms/linear.py",
+        "if far_max.dtype is not torch.float32 or far_max.shape != (*k.shape[:2], 1) or far_sum",
+        "if far_sum",
+        PLAIN,
+    ),
+    Mutant(
+        "names that were enough once are enough for all",
+        CPU + "gate.py",
+        "        found = (kind, needed, *given)\n",
+        "        found = (kind,)\n",
+        "tests/test_gate.py",
     ),
     Mutant(
         "a native step forgets what rounding left out",

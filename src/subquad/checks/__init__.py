@@ -462,7 +462,7 @@ def transformed() -> bool:
     return functorch is not None and functorch.peek_interpreter_stack() is not None
 
 
-def _forward_mode() -> bool:
+def forward_mode() -> bool:
     """Whether forward-mode derivatives are being taken: no tensor has any outside of that. If torch does not say
     (the name is its own), they might be."""
     return getattr(forward_ad, "_current_level", 0) >= 0
@@ -476,7 +476,7 @@ def no_transforms(*tensors: Tensor | None) -> None:
     """The operators have gradients for torch.autograd; under other transforms torch would silently return zeros."""
     if torch.compiler.is_compiling():
         return
-    if transformed() or (_forward_mode() and any(_is_dual(t) for t in tensors)):
+    if transformed() or (forward_mode() and any(_is_dual(t) for t in tensors)):
         raise BackendError(
             "subquad: torch.func transforms (vmap, grad, jvp) and forward-mode derivatives are not supported by the "
             "fast engine; fold a mapped dimension into the batch, use torch.autograd.grad, or mechanism.reference(...)"

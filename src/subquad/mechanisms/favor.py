@@ -311,8 +311,13 @@ class FavorAttention(RandomFeatures, Mechanism):
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, FavorState]:
+        options = self.options
+        if key_mask is None and not self.transform and not self.trigonometric:
+            done = favor_state.plain_step(options, q, k, v, self.features, state)
+            if done is not None:
+                return done
         checks.extend(self, q, k, v, key_mask)
-        options, dtype = self.options, v.dtype
+        dtype = v.dtype
         feature_map = self.features.feature_map_for(dtype)
         q, k, v = self._turned(q, k, v)
         k, v = map_heads(feature_map, q, k, v)

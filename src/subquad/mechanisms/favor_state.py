@@ -5,24 +5,26 @@ as they are, and folds a block away when a new one begins. Sequences of one batc
 """
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from subquad import checks
 from subquad.checks import states
+from subquad.errors import SubquadError
 from subquad.features import FeatureMap
+from subquad.features.buffers import LayerFeatures
 from subquad.kernels import compensated, ops
 from subquad.kernels.compensated import Total, scaled_low
 from subquad.kernels.cpu.step import favor_step
-from subquad.kernels.engines import step_engine
+from subquad.kernels.engines import step_engine, takes_plain_step
 from subquad.kernels.favor import FavorInputs
 from subquad.kernels.favor.problem import normalise, references
 from subquad.kernels.logs import LogFeatures, half_square
 from subquad.kernels.problem import DEAD, FLOOR
 from subquad.kernels.tiles import with_ones
-from subquad.mechanism import repeat_heads
+from subquad.mechanism import State, repeat_heads
 from subquad.mechanisms.packing import pack, put, slots_of, unpack
 
 
@@ -112,8 +114,7 @@ def extend(
         checks.no_transforms(q, k, v)
         tensors = (k, v, *state, map.query, map.key, map.key_bias, map.offset_weight, map.offset_bias)
         if step_engine("favor", options.backend, q, *tensors) == "cpu":
-            how = {"near": options.near, "root": options.scale**0.5, "gaussian": options.gaussian}
-            return favor_step(q, k, v, map, None if key_mask is None else key_mask[:, 0], state, **how)
+            return _native_step(options, q, k, v, map, state, None if key_mask is None else key_mask[:, 0])
     real = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
     if q.shape[2] == 1:
         return _Step(options, map, state, real[:, 0]).extend(q, k, v)
@@ -128,6 +129,34 @@ def extend(
     inputs = FavorInputs(q, k, v, state.sink_k, state.sink_v, map, alive, None, seen, *far)
     out, far_max, far_sum = options.run(inputs, causal=True)
     return out, state.with_far(far_max, far_sum)._replace(length=state.length + real.sum(-1))
+
+
+def plain_step(
+    options: FavorOptions, q: Tensor, k: Tensor, v: Tensor, features: LayerFeatures, state: State | None
+) -> tuple[Tensor, FavorState] | None:
+    """One token more, if the C++ engine takes it and the state as they are; else None, and nothing happened."""
+    if not takes_plain_step(options.backend, q, k, v, state, FavorState):
+        return None
+    feature_map = features.feature_map_for(q.dtype)
+    if feature_map.query.shape[0] not in (1, k.shape[1]):
+        return None
+    try:
+        return _native_step(options, q, k, v, feature_map, cast(FavorState, state), None)
+    except SubquadError:
+        return None
+
+
+def _native_step(
+    options: FavorOptions,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    map: FeatureMap,
+    state: FavorState,
+    real: Tensor | None,
+) -> tuple[Tensor, FavorState]:
+    how = {"near": options.near, "sinks": options.sinks, "root": options.scale**0.5, "gaussian": options.gaussian}
+    return favor_step(q, k, v, map, real, state, **how)
 
 
 def _extend_blocks(

@@ -2,20 +2,21 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from subquad import checks
 from subquad.checks import states
+from subquad.errors import SubquadError
 from subquad.features.draws import check_coupling, gaussian_rows
 from subquad.features.elementwise import ELEMENTWISE, at_least_tiny, by_largest, without_tiny
 from subquad.features.positive import FeatureMap
 from subquad.kernels import compensated, ops
 from subquad.kernels.compensated import Total, scaled_low
 from subquad.kernels.cpu.step import favor_step, linear_step
-from subquad.kernels.engines import step_engine
+from subquad.kernels.engines import step_engine, takes_plain_step
 from subquad.kernels.favor import FavorInputs
 from subquad.kernels.linear import LinearInputs
 from subquad.kernels.logs import project
@@ -151,7 +152,7 @@ class _Phi:
         """One token of the exponential map: FAVOR without near blocks and sinks."""
         empty_k, empty_v, start = k[:, :, :0], v[:, :, :0], k.new_zeros(k.shape[0], dtype=torch.int64)
         past = FavorState(start, empty_k, empty_v, empty_k, empty_v, *state)
-        out, new = favor_step(q, k, v, self._as_map(k), real, past, near=0, root=self.root, gaussian=False)
+        out, new = favor_step(q, k, v, self._as_map(k), real, past, near=0, sinks=0, root=self.root, gaussian=False)
         return out, LinearState(new.far_max, new.far_sum, new.far_low)
 
     def _as_map(self, k: Tensor) -> FeatureMap:
@@ -277,6 +278,8 @@ class LinearAttention(RandomFeatures, Mechanism):
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, LinearState]:
+        if key_mask is None and (done := self._plain_step(q, k, v, state)):
+            return done
         checks.extend(self, q, k, v, key_mask)
         phi = self._phi
         past = self._checked_state(phi, k, v, state)
@@ -305,6 +308,23 @@ class LinearAttention(RandomFeatures, Mechanism):
         make = _fields if torch.compiler.is_compiling() else _kept_fields  # a traced call has no memory
         batch, heads = k.shape[:2]
         return states.state(self.name, state, LinearState, make(batch, heads, maxima, features, v.shape[-1]), k)
+
+    def _plain_step(self, q: Tensor, k: Tensor, v: Tensor, state: State | None) -> tuple[Tensor, LinearState] | None:
+        """One token more, if the C++ engine takes it and the state as they are; else None, and nothing happened."""
+        name = self.feature_map
+        if callable(name) or name not in ELEMENTWISE:
+            return None
+        if not takes_plain_step(self.backend, q, k, v, state, LinearState):
+            return None
+        far_max, far_sum, far_low = cast(LinearState, state)
+        features = self.num_features or self.head_dim
+        if far_max.dtype is not torch.float32 or far_max.shape != (*k.shape[:2], 1) or far_sum.shape[2] != features:
+            return None
+        try:
+            out, far_sum, far_low = linear_step(q, k, v, self.weight, None, far_sum, far_low, name, self.root)
+        except SubquadError:
+            return None
+        return out, LinearState(far_max, far_sum, far_low)
 
     def _native_step(
         self, phi: _Phi, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, key_mask: Tensor | None

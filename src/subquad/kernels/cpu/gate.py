@@ -151,8 +151,9 @@ class Plan:
         self.numbers = numbers
         self._template = Problem(**numbers)
         self._pointers = {structure: _pointers(numbers, fields) for structure, fields in FIELDS.items()}
-        self._needed = {structure: sorted(self._needed_by(structure)) for structure in FIELDS}
-        self._needed_by_steps = sorted(self._needed_by(Problem) - SINKS)  # of which the state has its own
+        self._needed = {structure: tuple(sorted(self._needed_by(structure))) for structure in FIELDS}
+        self._needed_by_steps = tuple(sorted(self._needed_by(Problem) - SINKS))  # of which the state has its own
+        self._complete: set[tuple[Any, ...]] = set()  # names that were given together, and are enough
 
     def _needed_by(self, structure: type[Structure]) -> set[str]:
         names, n = set(NEEDED[structure]), self.numbers
@@ -172,24 +173,37 @@ class Plan:
             raise checks.missing(OP, "query")
         return given
 
+    def checked(self, structure: type[Structure], name: str, tensor: Tensor) -> Tensor:
+        """The tensor, which C++ could read."""
+        self._pointers[structure][name].to(tensor)
+        return tensor
+
     def fill(self, structure: Structure, **tensors: Tensor | None) -> Any:
         """`structure` with addresses of tensors, which it keeps alive."""
         self._point(structure, tensors, self._needed[type(structure)])
         return structure
 
-    def _point(self, structure: Any, tensors: dict[str, Tensor | None], needed: list[str]) -> None:
-        kind = type(structure)
+    def _point(self, structure: Any, tensors: dict[str, Tensor | None], needed: tuple[str, ...]) -> None:
+        kind, given = type(structure), []
         pointers = self._pointers[kind]
         for name, tensor in tensors.items():
             if tensor is not None:
                 setattr(structure, name, pointers[name].to(tensor))
-        for name in needed:
-            if tensors.get(name) is None:
-                raise checks.missing(OP, name)
-        for one, other in TOGETHER.get(kind, ()):
-            if (tensors.get(one) is None) != (tensors.get(other) is None):
-                raise checks.missing(OP, one if tensors.get(one) is None else other)
+                given.append(name)
+        found = (kind, needed, *given)
+        if found not in self._complete:
+            _check_names(kind, given, needed)
+            self._complete.add(found)
         structure.tensors = tensors
+
+
+def _check_names(kind: type[Structure], given: list[str], needed: tuple[str, ...]) -> None:
+    for name in needed:
+        if name not in given:
+            raise checks.missing(OP, name)
+    for one, other in TOGETHER.get(kind, ()):
+        if (one in given) != (other in given):
+            raise checks.missing(OP, other if one in given else one)
 
 
 @functools.lru_cache(maxsize=64)

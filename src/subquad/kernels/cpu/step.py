@@ -47,11 +47,14 @@ def favor_step(
     state: Any,
     *,
     near: int,
+    sinks: int,
     root: float,
     gaussian: bool,
 ) -> tuple[Tensor, Any]:
     """q, k, v `[B, ., 1, .]`, real `[B]` (None: all), state a `FavorState`."""
-    sinks, length = state.sink_k.shape[2], state.length.tolist()
+    numbers = map.num_features, map.query.shape[0], map.rule, map.groups, sinks, gaussian, near
+    plan = step_plan(told_by(q, k, v), "exp", *numbers)
+    length = plan.checked(Step, "length", state.length.contiguous()).tolist()
     checks.lengths(gate.OP, "length", length, MOST_TOKENS)
     changed = _changed(length, near, sinks)
     before = {name: getattr(state, name).contiguous() for name in KEPT}
@@ -59,8 +62,6 @@ def favor_step(
     fields = {**before, "length": state.length.contiguous(), "real": None if real is None else real.contiguous()}
     for name in changed:
         fields[NEW[name]] = after[name]
-    numbers = map.num_features, map.query.shape[0], map.rule, map.groups, sinks, gaussian, near
-    plan = step_plan(told_by(q, k, v), "exp", *numbers)
     out = _run(plan, q, k, v, root, map_tensors(map), fields)
     return out, state._replace(length=state.length + (1 if real is None else real), **before | after)
 
