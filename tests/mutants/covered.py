@@ -14,7 +14,8 @@ from run import PYTEST, ROOT
 
 PACKAGE = ROOT / "src" / "subquad"
 KEPT = ROOT / "tests" / "mutants" / ".drawn"  # ignored by git: records of coverage, results of draws
-NATIVE = ("native", "engine", "contract", "promises", "tiny_features", "long_sequences", "workers", "plain_steps")  # they meet C++
+# suites that meet C++
+NATIVE = ("native", "engine", "contract", "promises", "tiny_features", "long_sequences", "workers", "plain_steps")
 DEFAULTS = "tests/test_defaults.py"
 NO_TESTS = 5  # pytest's code for a file whose tests all are for `make test-full`
 START = 20.0  # seconds that importing takes when nobody else computes, and then some
