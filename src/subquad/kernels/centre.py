@@ -22,7 +22,7 @@ from subquad.kernels.compensated import Total
 FIRST = 512  # tokens: before, the terms are not large enough
 STEPS = 4  # centres are chosen so often while the number of tokens doubles
 LOW = torch.int8  # what the rounding of outputs is kept in
-LOW_FROM = 1 << 14  # tokens: before, that rounding is worth less than 1e-5 of a query's gradient
+LOW_FROM = 1 << 15  # tokens: before, that rounding is worth less than 1e-5 of a query's gradient
 AGREEMENT = 1 / 16  # variance of the features' means over their mean squared; with more, the terms are not that large
 
 

@@ -140,7 +140,7 @@ def _has_no_numbers(tensor: Any) -> bool:
 
 def has_own_operations(tensor: Tensor) -> bool:
     """A subclass that does something else, such as a fake tensor; a parameter is none of them."""
-    return getattr(type(tensor), "__torch_dispatch__") is not getattr(Tensor, "__torch_dispatch__")  # noqa: B009 - mypy knows no such attribute
+    return getattr(type(tensor), "__torch_dispatch__") is not getattr(Tensor, "__torch_dispatch__")  # noqa: B009 - it is not declared
 
 
 class Plan:
