@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -226,6 +227,23 @@ def test_text_and_images(runs: dict[str, Path], tmp_path: Path, capsys: pytest.C
     assert np.load(tmp_path / "a.npz")["images"].shape == (3, 4, 4)
     assert main(["embed", str(runs["image"]), str(runs["images"]), "--output", str(tmp_path / "i.npz")]) == 0
     assert np.load(tmp_path / "i.npz")["embeddings"].shape == (60, 16)
+
+
+def test_pixels_are_what_was_sampled(tmp_path: Path) -> None:
+    """Four levels as grey values, three pictures in a square of four, the last one black."""
+    from PIL import Image
+
+    from subquad.cli.generate import _write_images
+    from subquad.data.vocabulary import SPECIALS
+
+    config = SimpleNamespace(vocab_size=len(SPECIALS) + 4, image_shape=(1, 2))
+    loaded: Any = SimpleNamespace(model=SimpleNamespace(config=config))
+    samples = [torch.tensor(levels) + len(SPECIALS) for levels in ([0, 1], [2, 3], [3, 0])]
+    _write_images(loaded, samples, tmp_path / "a.npz")
+    assert np.load(tmp_path / "a.npz")["images"].tolist() == [[[0, 85]], [[170, 255]], [[255, 0]]]
+    _write_images(loaded, samples, tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as picture:
+        assert np.asarray(picture).tolist() == [[0, 85, 170, 255], [255, 0, 0, 0]]
 
 
 def test_checkpoints_can_be_asked(runs: dict[str, Path], fasta: Path) -> None:

@@ -342,6 +342,7 @@ ERRORS = {
         lambda f: write(f, "mine.fasta", ">a\nMK\n") and load_proteins([f / "min.fasta"]),
         "min.fasta: no such file (did you mean 'mine.fasta'?)",
     ),
+    "missing images": (lambda f: load_images(f / "x.npz"), "x.npz: no such file"),
     "folder": (lambda f: load_proteins([f]), ": is a folder, a file is needed"),
     "empty": (
         lambda f: load_proteins([write(f, "e.fasta", "\n\n")]),

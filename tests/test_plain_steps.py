@@ -75,6 +75,8 @@ WRONG: dict[str, Callable[[Call], Call]] = {
     "three dims": lambda c: (c[0][0], *c[1:]),
     "a sparse query": lambda c: (c[0].to_sparse(), *c[1:]),
     "a tuple": lambda c: (*c[:3], tuple(c[3])),
+    "one field": lambda c: (*c[:3], tuple.__new__(type(c[3]), c[3][:1])),
+    "a field more": lambda c: (*c[:3], tuple.__new__(type(c[3]), (*c[3], c[0]))),
     "wider sums": lambda c: (*c[:3], c[3]._replace(far_sum=torch.cat([c[3].far_sum] * 2, 2))),
     "sums of int": lambda c: (*c[:3], c[3]._replace(far_low=c[3].far_low.int())),
     "other maxima": lambda c: (*c[:3], c[3]._replace(far_max=c[3].far_max[:, :1])),

@@ -1,5 +1,6 @@
 """Runs: resumed bit for bit, killed at any moment, refused with one clear error."""
 
+import io
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from processes import OPTIONS, quiet_train, weights
 from subquad import MECHANISMS, errors
@@ -21,7 +23,7 @@ from subquad.data.samples import Samples
 from subquad.files import remove
 from subquad.models import SubquadConfig, SubquadForCausalLM
 from subquad.testing import assert_close
-from subquad.training import TrainOptions, make_samples, model_folder, run
+from subquad.training import TrainOptions, make_samples, model_folder, run, train
 from subquad.training import files as files_module
 from subquad.training.callbacks import WatchFeatures
 from subquad.training.checkpoints import checkpoints, newest
@@ -116,6 +118,17 @@ def test_a_run_without_its_model_gets_it_from_the_last_checkpoint(tmp_path: Path
     assert model_folder(tmp_path).name == "checkpoint-6"
     quiet_train(tmp_path, SHORT, resume=True)
     assert weights(tmp_path) == before
+
+
+def test_a_run_says_what_it_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_at(2, monkeypatch)
+    told = []
+    for resume in (False, True):
+        console = Console(record=True, width=500, file=io.StringIO())
+        train(load_proteins(), tmp_path, SHORT, console=console, resume=resume)
+        told.append([line for line in console.export_text().splitlines() if line.startswith("continuing from ")])
+        monkeypatch.undo()
+    assert told == [[], [f"continuing from {tmp_path / 'checkpoints' / 'checkpoint-2'}"]]
 
 
 def test_sigint_saves_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

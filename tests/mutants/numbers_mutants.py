@@ -48,8 +48,15 @@ NUMBERS = (
     Mutant(
         "a plain step forgets forward-mode derivatives",
         "kernels/engines.py",
-        "or checks.transformed() or checks.forward_mode():",
-        "or checks.transformed():",
+        " or checks.forward_mode():",
+        ":",
+        PLAIN,
+    ),
+    Mutant(
+        "a plain step takes any number of fields",
+        "kernels/engines.py",
+        " or len(state) != len(kind._fields)",
+        "",
         PLAIN,
     ),
     Mutant(

@@ -30,14 +30,14 @@ def step_engine(op: str, backend: str, q: Tensor, *others: Tensor | None) -> str
     return "torch" if gradients or traced else engine
 
 
-def takes_plain_step(backend: str, q: Tensor, k: Tensor, v: Tensor, state: Any, kind: type) -> bool:
+def takes_plain_step(backend: str, q: Tensor, k: Tensor, v: Tensor, state: Any, kind: Any) -> bool:
     """Whether the C++ engine's gate alone can judge one token more: plain tensors of one, nothing to differentiate.
 
     Then all that `extend` checks is checked there, once and not twice; if it refuses, `extend` says why in its words.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or backend == "torch" or not library.AVAILABLE:
         return False
-    if type(state) is not kind or checks.transformed() or checks.forward_mode():
+    if type(state) is not kind or len(state) != len(kind._fields) or checks.transformed() or checks.forward_mode():
         return False
     if not all(map(_is_plain, (q, k, v, *state))):
         return False
