@@ -65,6 +65,7 @@ class Caller(Operators):
     # What is called with what ---------------------------------------------------------------------------------------
 
     def make_mechanism(self, dim: int) -> Mechanism:
+        torch.manual_seed(0)  # of what mechanisms draw themselves: a call is a function of its seed
         name = self.rng.choice(("favor", "linear", *OPTIONS_OF))
         options = dict(self.rng.choice(OPTIONS_OF[name]))
         if name in ("favor", "linear"):
