@@ -229,6 +229,18 @@ def test_text_and_images(runs: dict[str, Path], tmp_path: Path, capsys: pytest.C
     assert np.load(tmp_path / "i.npz")["embeddings"].shape == (60, 16)
 
 
+def test_a_head_of_its_own_is_left_out_where_nobody_needs_it(runs: dict[str, Path], tmp_path: Path) -> None:
+    model = load_model(runs["causal"]).model
+    config = type(model.config).from_dict(model.config.to_dict() | {"tie_word_embeddings": False})
+    untied = type(model)(config)
+    untied.save_pretrained(tmp_path)
+    body = load_model(tmp_path, head=False).model
+    assert torch.equal(body.embed_tokens.weight, untied.model.embed_tokens.weight)
+    head = load_model(tmp_path).model.lm_head.weight
+    assert torch.equal(head, untied.lm_head.weight)
+    assert not torch.equal(head, body.embed_tokens.weight)
+
+
 def test_pixels_are_what_was_sampled(tmp_path: Path) -> None:
     """Four levels as grey values, three pictures in a square of four, the last one black."""
     from PIL import Image

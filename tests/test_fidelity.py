@@ -69,6 +69,9 @@ def test_sizes_of_synthetic_heads() -> None:
     assert logits["normal"].std() == pytest.approx(1, rel=0.02)
     kurtosis = {name: float((x - x.mean()).pow(4).mean() / x.var() ** 2) for name, x in logits.items()}
     assert kurtosis["heavy"] > 2 * kurtosis["normal"]
+    heavy = load_input("heavy").layers[0].test[0]  # published figures are of these
+    assert logits["heavy"].std() == pytest.approx(2.2422, rel=1e-4)
+    assert heavy.v.std() == pytest.approx(0.87470, rel=1e-4)
 
 
 @pytest.mark.parametrize("make", [bert, llama])
