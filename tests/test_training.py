@@ -25,7 +25,7 @@ from subquad.models import SubquadConfig, SubquadForCausalLM
 from subquad.testing import assert_close
 from subquad.training import TrainOptions, make_samples, model_folder, run, train
 from subquad.training import files as files_module
-from subquad.training.callbacks import WatchFeatures
+from subquad.training.callbacks import WatchFeatures, feature_seed
 from subquad.training.checkpoints import checkpoints, newest
 from subquad.training.files import damage, verify
 from subquad.training.metrics import MetricsFile, plot_losses, token_statistics
@@ -220,6 +220,17 @@ def test_metrics_forget_what_comes_after(tmp_path: Path) -> None:
     assert [record["step"] for record in file.records()] == [1, 2, 3]
     file.rewind(2)
     assert [record["step"] for record in file.records()] == [1, 2]
+
+
+def test_features_are_those_of_the_run_and_its_step(tmp_path: Path) -> None:
+    """At the beginning those of step 0, so that a run with the same seed has them whatever was drawn before."""
+    options = replace(SHORT, steps=1, redraw_every=0, seed=3)
+    quiet_train(tmp_path, options)
+    model = SubquadForCausalLM.from_pretrained(tmp_path / "model")
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert any(name.endswith("features.weight") for name in before)
+    model.redraw(feature_seed(3, 0))
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
 
 
 def test_redraw_happens_when_it_should(tmp_path: Path) -> None:
