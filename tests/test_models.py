@@ -33,6 +33,7 @@ from subquad.models import (
     pseudo_log_likelihoods,
 )
 from subquad.models import scoring as scoring_module
+from subquad.models.heads import pool
 from subquad.testing import assert_close
 from tiny_models import NARROW, SMALL, make, random_ids
 
@@ -248,6 +249,16 @@ def test_classification_ignores_padding(causal: bool | None) -> None:
     assert_close(out.loss, torch.nn.functional.cross_entropy(alone, torch.tensor([0, 2])), 1e-6)
     right = torch.cat([rows[1], torch.zeros(5, dtype=torch.long)])[None]
     assert_close(model(right, attention_mask=(torch.arange(9) < 4).long()[None]).logits[0], alone[1], 1e-9)
+
+
+def test_pooling() -> None:
+    """Of one real token, of some between padding, of none, and of all."""
+    hidden = torch.arange(12.0).view(4, 3, 1)
+    mask = torch.tensor([[1, 0, 0], [0, 1, 1], [0, 0, 0], [1, 1, 1]])
+    assert pool(hidden, mask, last=True)[[0, 1, 3], 0].tolist() == [0, 5, 11]
+    assert pool(hidden, mask, last=False)[:, 0].tolist() == [0, 4.5, 0, 10]
+    assert pool(hidden, None, last=True)[:, 0].tolist() == [2, 5, 8, 11]
+    assert pool(hidden, None, last=False)[:, 0].tolist() == [1, 4, 7, 10]
 
 
 def test_token_classification() -> None:
