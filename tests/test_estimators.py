@@ -266,3 +266,13 @@ def test_elu_does_not_cancel() -> None:
     attention = subquad.LinearAttention(4)
     want = attention.reference(*(t.double() for t in (q - 25, k - 25, v)))
     assert_close(attention(q - 25, k - 25, v), want, 1e-5, "inputs around -25")
+
+
+def test_trigonometric_weights_of_large_keys_are_finite() -> None:
+    """exp(|k|^2 / 2) is no float32 here; only its ratios matter."""
+    attention = FavorAttention(4, 16, near=0, sinks=0, estimator="trigonometric")
+    generator = torch.Generator().manual_seed(0)
+    q, k = (centre + 0.1 * torch.randn(1, 1, 5, 4, generator=generator) for centre in (0, 9))
+    matrix = attention.attention_matrix(q, k)
+    assert bool(matrix.isfinite().all())
+    assert_close(matrix, attention.attention_matrix(q.double(), k.double()), 1e-4)
