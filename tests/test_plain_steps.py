@@ -78,6 +78,8 @@ WRONG: dict[str, Callable[[Call], Call]] = {
     "one field": lambda c: (*c[:3], tuple.__new__(type(c[3]), c[3][:1])),
     "a field more": lambda c: (*c[:3], tuple.__new__(type(c[3]), (*c[3], c[0]))),
     "wider sums": lambda c: (*c[:3], c[3]._replace(far_sum=torch.cat([c[3].far_sum] * 2, 2))),
+    "a number for sums": lambda c: (*c[:3], c[3]._replace(far_sum=torch.tensor(1.0))),
+    "a number for all": lambda c: (*c[:3], type(c[3])(*(torch.tensor(1.0) for _ in c[3]))),
     "sums of int": lambda c: (*c[:3], c[3]._replace(far_low=c[3].far_low.int())),
     "other maxima": lambda c: (*c[:3], c[3]._replace(far_max=c[3].far_max[:, :1])),
     "maxima of int": lambda c: (*c[:3], c[3]._replace(far_max=c[3].far_max.int())),

@@ -317,8 +317,10 @@ class LinearAttention(RandomFeatures, Mechanism):
         if not takes_plain_step(self.backend, q, k, v, state, LinearState):
             return None
         far_max, far_sum, far_low = cast(LinearState, state)
-        features = self.num_features or self.head_dim
-        if far_max.dtype is not torch.float32 or far_max.shape != (*k.shape[:2], 1) or far_sum.shape[2] != features:
+        heads, features = k.shape[:2], self.num_features or self.head_dim
+        if far_max.dtype is not torch.float32 or far_max.shape != (*heads, 1):
+            return None
+        if far_sum.shape != (*heads, features, v.shape[3] + 1):
             return None
         try:
             out, far_sum, far_low = linear_step(q, k, v, self.weight, None, far_sum, far_low, name, self.root)
