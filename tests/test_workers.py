@@ -1,5 +1,6 @@
 """Threads of the native engine: the same results however work is cut up, also after a fork; errors, no crashes."""
 
+import math
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -110,3 +111,24 @@ print(bool(attention(*[x[:, :, :50]] * 3, causal=True).isfinite().all()))
         "subquad: the native engine stopped because there is not enough memory; "
         "use fewer or shorter sequences, or backend='torch'\nTrue\n"
     )
+
+
+PARALLEL_FROM = 32_768  # numbers: torch's operations of fewer run on one thread
+NOTHING_TO_COMPUTE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::to")
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_linear_wakes_no_threads_of_torch(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They spin for milliseconds after an operation, on the cores that the engine's own threads want."""
+    monkeypatch.undo()  # filling empty tensors with NaN is such an operation
+    q, k, v = draw(heads=8, length=600)
+    grad = torch.ones_like(q)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        torch.autograd.grad(MECHANISMS["linear"](q, k, v, causal=causal), (q, k, v), grad)
+    sizes = {
+        event.name: max((math.prod(shape) for shape in event.input_shapes if shape), default=0)
+        for event in profile.events() or ()
+        if event.name.startswith("aten::") and event.name not in NOTHING_TO_COMPUTE
+    }
+    assert sizes, "nothing was recorded"
+    assert {name: size for name, size in sizes.items() if size >= PARALLEL_FROM} == {}

@@ -185,4 +185,25 @@ NATIVE = (
         "    if (begin < 0)\n      multiply(",
         native("favor and forward_equals"),
     ),
+    Mutant(
+        "torch's threads fill the gradient of the first state",
+        CPU + "run.py",
+        "grad_state = borders_sum.new_empty(_shapes(given, 1)[1])",
+        "grad_state = borders_sum.new_zeros(_shapes(given, 1)[1])",
+        "tests/test_workers.py -k wakes_no_threads",
+    ),
+    Mutant(
+        "gradients of sinks are added to what was in memory",
+        CPU + "run_backward.hpp",
+        "  clear(saved.sink_k, slices * p.sinks * p.head_dim);\n",
+        "",
+        native("favor and gradients_equal"),
+    ),
+    Mutant(
+        "gradients of a map are cleared in part",
+        CPU + "run_backward.hpp",
+        "clear(saved.key, heads * p.num_features * p.head_dim);",
+        "clear(saved.key, heads * p.num_features);",
+        native("gradients_equal"),
+    ),
 )

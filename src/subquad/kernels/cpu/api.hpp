@@ -49,10 +49,11 @@ struct Backward {
   const int8_t* low;                            // or null
   const float *borders_max, *borders_sum;
   float *q, *k, *v;                             // filled
-  float *sink_k, *sink_v;                       // [slices, B, K, sinks, ..] zeros
-  float *query, *key, *key_bias;                // [B, K, M, D], [B, K, M] zeros, or null: not wanted
-  float *offset_weight, *offset_bias;           // [slices, B, K, D], [slices, B, K] zeros, or null
-  float* far_sum;                               // [B, K, M, V + 1]: in, of the last state; out, of the first; or null
+  float *sink_k, *sink_v;                       // [slices, B, K, sinks, ..]
+  float *query, *key, *key_bias;                // [B, K, M, D], [B, K, M], or null: not wanted
+  float *offset_weight, *offset_bias;           // [slices, B, K, D], [slices, B, K], or null
+  const float* last_far_sum;                    // [B, K, M, V + 1], gradient of the last state, or null: zeros
+  float* far_sum;                               // the same of the first state, filled, or null
 };
 
 // One token for every sequence. `before` is the caller's and stays as it is; a null in `after` means: as before.

@@ -86,14 +86,14 @@ def backward(
     """As `kernels.favor.backward`."""
     plan, given = _problem(inputs, options)
     slices, heads = given.slices, (inputs.q.shape[0], inputs.k.shape[1])
-    zeros = borders_sum.new_zeros
-    sinks = [zeros(slices, *t.shape) for t in (inputs.sink_k, inputs.sink_v)]
+    new = borders_sum.new_empty
+    sinks = [new(slices, *t.shape) for t in (inputs.sink_k, inputs.sink_v)]
     of_map = None
     if want_map_gradients:
         m = inputs.map
         of_map = MapGradients(
-            *(zeros(*heads, *t.shape[1:]) for t in (m.query, m.key, m.key_bias)),
-            *(zeros(0) if t is None else zeros(slices, *heads, *t.shape[1:]) for t in (m.offset_weight, m.offset_bias)),
+            *(new(*heads, *t.shape[1:]) for t in (m.query, m.key, m.key_bias)),
+            *(new(0) if t is None else new(slices, *heads, *t.shape[1:]) for t in (m.offset_weight, m.offset_bias)),
         )
     q, k, v, grad_state = run_backward(
         *(plan, given, inputs[:3], saved, borders_max, borders_sum, grad_far_sum), sinks=sinks, map=of_map

@@ -65,7 +65,7 @@ FIELDS: dict[type[Structure], dict[str, str]] = {
         **{"sink_k": "made slices B K sinks D", "sink_v": "made slices B K sinks V"},
         **{"query": "made B K M D", "key": "made B K M D", "key_bias": "made B K M"},
         **{"offset_weight": "made slices B K D", "offset_bias": "made slices B K"},
-        "far_sum": "made B K M V+1",
+        **{"last_far_sum": "float B K M V+1", "far_sum": "made B K M V+1"},
     },
     Step: {
         **{"real": "flag B", "length": "count B", "out": "made B H T V"},

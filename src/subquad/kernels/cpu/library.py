@@ -47,7 +47,7 @@ class Backward(Structure):
     _fields_ = [
         *(("grad_out", Array), ("out", Array)),
         *_pointers("normaliser", "low", "borders_max", "borders_sum", "q", "k", "v", "sink_k", "sink_v"),
-        *_pointers("query", "key", "key_bias", "offset_weight", "offset_bias", "far_sum"),
+        *_pointers("query", "key", "key_bias", "offset_weight", "offset_bias", "last_far_sum", "far_sum"),
     ]
 
 

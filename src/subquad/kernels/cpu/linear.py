@@ -68,15 +68,15 @@ def backward(
 ) -> LinearGradients:
     """As `kernels.linear.backward`."""
     plan, given = _problem(inputs, options)
-    heads, zeros = (inputs.q.shape[0], inputs.k.shape[1]), borders_sum.new_zeros
-    of_map, weight = None, zeros(0) if inputs.weight is None else torch.zeros_like(inputs.weight, dtype=torch.float32)
+    heads, new = (inputs.q.shape[0], inputs.k.shape[1]), borders_sum.new_empty
+    of_map, weight = None, new(0) if inputs.weight is None else torch.zeros_like(inputs.weight, dtype=torch.float32)
     if inputs.weight is not None and want_weight:
         shape = (*heads, *inputs.weight.shape[1:])
-        of_map = _MapGradients(zeros(shape), zeros(shape))
+        of_map = _MapGradients(new(shape), new(shape))
     q, k, v, grad_state = run_backward(
         plan, given, inputs[:3], saved, borders_max, borders_sum, grad_far_sum, [], of_map
     )
     if of_map is not None:
         per_head = (of_map.query + of_map.key).sum(0)
         weight = per_head if weight.shape[0] > 1 else per_head.sum(0, keepdim=True)
-    return LinearGradients(q, k, v, weight, zeros(0), grad_state)
+    return LinearGradients(q, k, v, weight, new(0), grad_state)

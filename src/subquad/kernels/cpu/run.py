@@ -54,22 +54,19 @@ def run_backward(
     sinks: list[Tensor],
     map: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v in float32, and of the first state; those of `sinks` and `map` are added in place."""
+    """Gradients of q, k and v in float32, and of the first state; those of `sinks` and `map` are filled in place."""
     q, k, v = (torch.empty(t.shape, dtype=torch.float32, device="cpu") for t in inputs)
     grad_state = borders_sum.new_empty(0)
     if given.causal:
-        grad_state = borders_sum.new_zeros(_shapes(given, 1)[1]) if grad_far_sum is None else _own_copy(grad_far_sum)
+        grad_state = borders_sum.new_empty(_shapes(given, 1)[1])
     filled = plan.fill(
         Backward(),
         **{"grad_out": dense_rows(saved.grad_out), "out": dense_rows(saved.out), "q": q, "k": k, "v": v},
-        **{"normaliser": float32(saved.normaliser), "low": saved.low, "far_sum": grad_state if given.causal else None},
+        **{"normaliser": float32(saved.normaliser), "low": saved.low},
+        **({"last_far_sum": float32(grad_far_sum), "far_sum": grad_state} if given.causal else {}),
         **{"borders_max": float32(borders_max), "borders_sum": float32(borders_sum)},
         **dict(zip(("sink_k", "sink_v"), sinks, strict=False)),
         **({} if map is None else {name: grad if grad.numel() else None for name, grad in map._asdict().items()}),
     )
     engine().backward(ctypes.byref(given), ctypes.byref(filled))
     return q, k, v, grad_state
-
-
-def _own_copy(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float32).clone(memory_format=torch.contiguous_format)

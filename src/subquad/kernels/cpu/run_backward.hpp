@@ -19,8 +19,8 @@ inline void visit_back(BackwardTask& task, const View& v, const Pass& pass, long
 // The gradient that the last state brings; a second sweep begins with none.
 inline void start_gradient(const View& v, const Pass& pass, const Backward& saved, Field grad) {
   if (pass.kind == Pass::GATHER) return;
-  if (v.p.causal && saved.far_sum)
-    grad.read_state(v, nullptr, saved.far_sum);
+  if (v.p.causal && saved.last_far_sum)
+    grad.read_state(v, nullptr, saved.last_far_sum);
   else
     grad.clear(v);
 }
@@ -144,8 +144,24 @@ inline void backward_in_slices(const Problem& p, const Passes& passes, const Bac
   }
 }
 
-// Pages for the gradients, each thread a part of them; zeros where they are sums.
+// Zeros for what tasks add to. Not by torch, whose threads would go on spinning beside ours.
+inline void clear_sums(const Problem& p, const Backward& saved) {
+  const long heads = long(p.batch) * p.key_heads, slices = p.slices * heads;
+  const auto clear = [](float* sums, long count) {
+    if (sums) std::fill(sums, sums + count, 0.0f);
+  };
+  clear(saved.sink_k, slices * p.sinks * p.head_dim);
+  clear(saved.sink_v, slices * p.sinks * p.value_dim);
+  clear(saved.query, heads * p.num_features * p.head_dim);
+  clear(saved.key, heads * p.num_features * p.head_dim);
+  clear(saved.key_bias, heads * p.num_features);
+  clear(saved.offset_weight, slices * p.head_dim);
+  clear(saved.offset_bias, slices);
+}
+
+// Pages for the gradients of tokens, each thread a part of them; zeros where they are sums.
 inline void open_gradients(const Problem& p, const Backward& saved) {
+  clear_sums(p, saved);
   const long heads = long(p.batch) * p.key_heads;
   const long counts[] = {heads * p.groups * p.length * p.head_dim, heads * p.key_length * p.head_dim,
                          heads * p.key_length * p.value_dim};
