@@ -13,7 +13,7 @@ help:            ## this list
 setup: $(READY)  ## virtual environment with everything needed to develop
 
 # torch first and exactly: a looser request may bring several gigabytes of GPU libraries
-$(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard src/subquad/kernels/cpu/*.?pp) src/subquad/kernels/cpu/build.py
+$(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard src/subquad/kernels/cpu/src/*.?pp) src/subquad/kernels/cpu/build.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'

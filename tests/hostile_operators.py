@@ -46,7 +46,9 @@ class Operators(Dice):
         tensors, sizes = self._inputs()
         features, near, sinks = rng.choice((1, 8, 40)), rng.choice((0, 0, 4, 90)), rng.choice((0, 0, 2))
         maps = rng.choice((1, sizes["heads"]))
-        tensors["sink_k"], tensors["sink_v"] = tensors["k"][:, :, :sinks], tensors["v"][:, :, :sinks]
+        sinks = min(sinks, sizes["length"])
+        given = rng.random() < 0.5  # or cut off by the operator
+        tensors["sink_k"], tensors["sink_v"] = (tensors[n][:, :, :sinks] if given else None for n in "kv")
         shapes = ((maps, features, sizes["dim"]),) * 2 + ((maps, features),)
         tensors |= {n: self.normal(*s).float() for n, s in zip(("query", "key", "key_bias"), shapes, strict=True)}
         offset = rng.random() < 0.3
@@ -55,12 +57,13 @@ class Operators(Dice):
         mask = torch.rand(rng.choice((1, sizes["batch"])), sizes["length"], generator=self.generator) < 0.8
         tensors |= {"alive": rng.choice((None, mask)), "fold": None}
         seen = torch.arange(1, sizes["length"] + 1).clamp(max=sinks)[None]
-        tensors["sink_seen"] = seen if tensors["sink_k"].shape[2] else None
+        tensors["sink_seen"] = seen if sinks else None
         tensors |= self._state(sizes, features, features)
         options = {
             "rule": rng.choice(("none", "norm")),
             "groups": 1,
             "near": near,
+            "sinks": sinks,
             "causal": rng.random() < 0.7,
             "scale": 0.5,
         }
@@ -68,11 +71,11 @@ class Operators(Dice):
             "gaussian": rng.random() < 0.3,
             "chunk": rng.choice((0, 3, 100)),
             "borders": True,
-            "engine": rng.choice(("cpu", "torch")),
+            "backend": rng.choice(("cpu", "torch")),
         }
         if not options["causal"]:
             tensors |= {"far_max": None, "far_sum": None}
-        self._run_operator("favor", tensors, options, 5)
+        self._run_operator("favor", tensors, options)
 
     def linear_operator(self) -> None:
         rng = self.rng
@@ -86,22 +89,22 @@ class Operators(Dice):
         tensors["alive"] = rng.choice((None, mask))
         tensors |= self._state(sizes, 1, features or sizes["dim"])
         options = {"feature_map": rng.choice(("elu1", "softplus")), "causal": rng.random() < 0.7, "root": 0.7}
-        options |= {"chunk": rng.choice((0, 3, 100)), "borders": True, "engine": rng.choice(("cpu", "torch"))}
+        options |= {"chunk": rng.choice((0, 3, 100)), "borders": True, "backend": rng.choice(("cpu", "torch"))}
         if not options["causal"]:
             tensors |= {"far_max": None, "far_sum": None}
-        self._run_operator("linear", tensors, options, 3)
+        self._run_operator("linear", tensors, options)
 
-    def _run_operator(self, name: str, tensors: dict[str, Any], options: dict[str, Any], inputs: int) -> None:
+    def _run_operator(self, name: str, tensors: dict[str, Any], options: dict[str, Any]) -> None:
         given, chosen = self.spoil(tensors), self.spoil_options(options)
         forward = getattr(torch.ops.subquad, f"{name}_forward")
-        saved = forward(*given.values(), *chosen.values())
+        saved = forward(**given, **chosen)
         if any(t.is_meta for t in saved):
             return
         exact_inputs = {
             n: double(t) if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in given.items()
         }
-        exact_options = chosen | {"engine": "torch"}
-        exact = forward(*exact_inputs.values(), *exact_options.values())
+        exact_options = chosen | {"backend": "torch"}
+        exact = forward(**exact_inputs, **exact_options)
         if chosen.get("scale", 1) > 1 or chosen.get("root", 1) > 1:
             return  # float32 has no digits for such logits
         out, *rest, _, state = saved
@@ -116,15 +119,16 @@ class Operators(Dice):
         plain = {"grad_out": grad} | kept | {"low": low, "grad_far_sum": grad_state}
         kept = self.spoil(plain, 2)
         backward = getattr(torch.ops.subquad, f"{name}_backward")
-        got = backward(*kept.values(), True, *given.values(), *chosen.values())
+        got = backward(**kept, want_map=True, **given, **chosen)
         if all(given is right for given, right in zip(kept.values(), plain.values(), strict=True)):
-            exact_kept = (exact[0], exact[1], low, *exact[3:5])
-            grads = (grad.double(), *exact_kept, None if grad_state is None else grad_state.double())
-            want = backward(*grads, True, *exact_inputs.values(), *exact_options.values())
+            names = ("out", "normaliser", "low", "borders_max", "borders_sum")
+            exact_kept = dict(zip(names, (exact[0], exact[1], low, *exact[3:5]), strict=True))
+            grads = {"grad_out": grad.double(), "grad_far_sum": None if grad_state is None else grad_state.double()}
+            want = backward(**grads, **exact_kept, want_map=True, **exact_inputs, **exact_options)
             if grad.dtype not in (torch.float32, torch.float64):
                 return  # the output that the backward starts from is rounded
-            size = max(t.norm().item() for t in (grad, *want[:inputs]))
-            for place, (g, w) in enumerate(zip(got[:inputs], want[:inputs], strict=True)):
+            size = max(t.norm().item() for t in (grad, *want))
+            for place, (g, w) in enumerate(zip(got, want, strict=True)):
                 judge(f"gradient {place}", g, w, size)
 
     def sparse_operators(self) -> None:

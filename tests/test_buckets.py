@@ -17,9 +17,9 @@ from subquad import (
     state_bytes,
 )
 from subquad.functional import cluster_attention, draw_rotations, lsh_attention
-from subquad.kernels import sparse
-from subquad.kernels.groups import group, meetings
-from subquad.kernels.sparse import ABSENT_KEY, ABSENT_QUERY, Inputs, Pairs, Rule
+from subquad.kernels.sparse import torch as sparse
+from subquad.kernels.sparse.groups import group, meetings
+from subquad.kernels.sparse.torch import ABSENT_KEY, ABSENT_QUERY, Inputs, Pairs, Rule
 from subquad.mechanisms.census import Census
 from subquad.nn import SelfAttention
 from subquad.testing import Check, assert_close, make_inputs, parametrize_contract, relative_error

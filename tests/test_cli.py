@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,11 +129,18 @@ def test_doctor_says_why_there_is_no_engine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from subquad.kernels.cpu import library
+    from subquad.kernels.engines import ENGINES
 
     monkeypatch.setattr(library, "AVAILABLE", False)
     monkeypatch.setattr(library, "PROBLEM", "no such luck")
+    monkeypatch.setitem(ENGINES, "cpu", replace(ENGINES["cpu"], missing="no such luck"))
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["doctor"]) == 0
-    assert "The native CPU engine is missing: no such luck." in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "The native CPU engine is missing: no such luck." in shown
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "cpu cpu float32, bfloat16, float16 yes no yes no: no such luck" in lines
+    assert "torch any float16, bfloat16, float32, float64 yes yes yes yes" in lines
 
 
 # Work -----------------------------------------------------------------------------------------------------------------

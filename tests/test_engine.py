@@ -12,8 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import FavorAttention, FeatureMap, LinearAttention, Mechanism
 from subquad.functional import favor_attention
-from subquad.kernels import favor, linear, ops, problem
+from subquad.kernels import problem
 from subquad.kernels.centre import LOW_FROM
+from subquad.kernels.favor import native
+from subquad.kernels.favor import torch as favor
+from subquad.kernels.favor.inputs import FavorInputs, FavorOptions
+from subquad.kernels.linear import torch as linear
+from subquad.kernels.linear.inputs import LinearInputs, LinearOptions
 from subquad.testing import assert_close, make_inputs
 
 D, M = 6, 8
@@ -109,36 +114,44 @@ def test_many_tiles_and_borders(attention: Mechanism, causal: bool, monkeypatch:
 def test_borders_are_fewer_than_values() -> None:
     """A large batch has small tiles, but states are still kept only every 4 M tokens."""
     for heads in (1, 8, 64, 1024):
-        for options in (
-            favor.EngineOptions(16, True, 1.0, False, 0, True),
-            favor.EngineOptions(0, True, 1.0, False, 0, True),
-        ):
+        for near in (16, 0):
+            options = favor_options(near, causal=True)
             borders = favor.border_count(8192, heads, 256, options)
             assert borders * 256 * 65 <= 8192 * 64
+
+
+def favor_options(near: int, causal: bool, borders: bool = True) -> FavorOptions:
+    return FavorOptions(near, 0, 0.25, False, 0, "torch", causal, borders=borders)
+
+
+def favor_inputs(attention: FavorAttention, q: Tensor, k: Tensor, v: Tensor) -> FavorInputs:
+    m = attention.feature_map
+    return FavorInputs(q, k, v, m.query, m.key, m.key_bias, sink_k=k[:, :, :0], sink_v=v[:, :, :0])
+
+
+def saved_of(outputs: problem.Outputs) -> problem.Saved:
+    grad = torch.ones_like(outputs.out)
+    return problem.Saved(grad, outputs.out, outputs.normaliser, None, outputs.borders_max, outputs.borders_sum, None)
 
 
 def favor_flops(length: int, near: int, causal: bool, backward: bool) -> int:
     attention = FavorAttention(16, 32, near=near, sinks=0)
     q, k, v = torch.randn(3, 1, 1, length, 16)
-    inputs = favor.FavorInputs(q, k, v, k[:, :, :0], v[:, :, :0], attention.feature_map, *[None] * 5)
-    options = favor.EngineOptions(near, causal, 0.25, False, 0, True)
+    inputs, options = favor_inputs(attention, q, k, v), favor_options(near, causal)
     with FlopCounterMode(display=False) as counter:
         out = favor.forward(inputs, options)
         if backward:
-            saved = problem.Saved(torch.ones_like(out.out), out.out, out.lognorm)
-            favor.backward(inputs, options, saved, out.borders_max, out.borders_sum, None, False)
+            favor.backward(inputs, options, saved_of(out), want_map=False)
     return counter.get_total_flops()
 
 
 def linear_flops(length: int, chunk: int, causal: bool, backward: bool) -> int:
     q, k, v = torch.randn(3, 1, 1, length, 16)
-    inputs = linear.LinearInputs(q, k, v, *[None] * 5)
-    options = linear.LinearOptions("elu1", causal, 1.0, chunk, True)
+    inputs, options = LinearInputs(q, k, v), LinearOptions("elu1", 1.0, chunk, "torch", causal, borders=True)
     with FlopCounterMode(display=False) as counter:
         out = linear.forward(inputs, options)
         if backward:
-            saved = problem.Saved(torch.ones_like(out.out), out.out, out.normaliser)
-            linear.backward(inputs, options, saved, out.borders_max, out.borders_sum, None)
+            linear.backward(inputs, options, saved_of(out), want_map=False)
     return counter.get_total_flops()
 
 
@@ -379,10 +392,14 @@ def test_gradients_without_output(attention: Mechanism) -> None:
     assert bool(v.any())
 
 
-def test_inference_keeps_no_borders() -> None:
+def test_inference_keeps_no_borders(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = FavorAttention(D, M)
     q, k, v = make_inputs(attention, 300)
-    inputs = favor.FavorInputs(q, k, v, k[:, :, :0], v[:, :, :0], attention.feature_map, *[None] * 5)
-    assert not ops._needs_gradients(*inputs[:5])
-    out = favor.forward(inputs, favor.EngineOptions(64, True, 0.25, False, 0, borders=False))
-    assert out.borders_sum.shape[0] == 0
+    inputs, options = favor_inputs(attention, q, k, v), favor_options(64, causal=True, borders=False)
+    assert favor.forward(inputs, options).borders_sum.shape[0] == 0
+    kept = []
+    forward = native.forward
+    monkeypatch.setattr(native, "forward", lambda i, o: kept.append(o.borders) or forward(i, o))
+    for needs_gradients in (False, True):
+        attention(q.float().requires_grad_(needs_gradients), k.float(), v.float(), causal=True)
+    assert kept == [False, True]

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from processes import OPTIONS, quiet_train
 from subquad import MECHANISMS, Mechanism, attention
 from subquad.cli import main
-from subquad.kernels import bucket_ops, lines, sparse
-from subquad.mechanisms import bands
+from subquad.kernels.sparse import bands, bucket_operator, lines
+from subquad.kernels.sparse import torch as sparse
 from subquad.mechanisms import buckets as bucket_mechanisms
 from subquad.models import SubquadForCausalLM
 from subquad.testing import assert_close
@@ -129,7 +129,7 @@ def open_operators(monkeypatch: pytest.MonkeyPatch) -> None:
         return sparse.forward(sparse.Inputs(q, k, v), *rest)
 
     def buckets_in_the_open(*args: Any, options: Any) -> Any:
-        return bucket_ops._forward(*args, *options)[0]
+        return bucket_operator._forward(*args, *options)[0]
 
     for module in (bands, lines):
         monkeypatch.setattr(module, "sparse_attention", in_the_open)

@@ -337,11 +337,10 @@ def test_any_length_can_be_extended(length: int, near: int, backend: str) -> Non
 
 def test_the_native_step_looks_at_lengths_itself() -> None:
     """Below the mechanism, where states of others arrive too."""
-    from subquad.kernels.cpu.step import favor_step
+    from subquad.kernels.favor import native
 
     mechanism = FavorAttention(8, 16, near=4, sinks=2)
     token, state = state_of(mechanism, torch.float32)
-    how = {"near": 4, "sinks": 2, "root": 1.0, "gaussian": False}
     for field, value, words in (
         ("length", torch.tensor([0, -1]), f"length counts tokens, so it must lie between 0 and {2**62 - 1}, got -1"),
         ("length", torch.tensor([0, 1], dtype=torch.int32), "length must be int64, got int32"),
@@ -352,7 +351,7 @@ def test_the_native_step_looks_at_lengths_itself() -> None:
     ):
         spoiled = state._replace(**{field: value})
         with pytest.raises(errors.SubquadError) as caught:
-            favor_step(*token, mechanism.feature_map, None, spoiled, **how)  # pyright: ignore
+            native.step(*token, mechanism.feature_map, None, spoiled, mechanism.options)  # pyright: ignore
         assert str(caught.value) == f"cpu engine: {words}"
 
 
@@ -460,7 +459,7 @@ def test_a_gradient_of_another_dtype_is_converted() -> None:
     inputs = make_inputs(mechanism, 9).to(torch.float32).leaves()
     want = torch.autograd.grad(mechanism(*inputs).sum(), inputs)
     grad = torch.ones(2, 4, 9, 5, dtype=torch.float64)
-    from subquad.kernels.ops import grad_or_zeros
+    from subquad.kernels.operator import grad_or_zeros
 
     assert grad_or_zeros(grad, torch.zeros(1)).dtype == torch.float32
     out = mechanism(*inputs)
@@ -509,7 +508,7 @@ def test_labels_of_windows_hold_any_length() -> None:
 # Operators ------------------------------------------------------------------------------------------------------------
 
 
-def favor_arguments(**others: Any) -> list[Any]:
+def favor_arguments(**others: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
 
     def new(*shape: int) -> Tensor:
@@ -532,21 +531,21 @@ def favor_arguments(**others: Any) -> list[Any]:
             "far_max": None,
             "far_sum": None,
         },
-        **{"rule": "norm", "groups": 1, "near": 2, "causal": True, "scale": 0.5, "gaussian": False, "chunk": 0},
-        **{"borders": True, "engine": "cpu"},
+        **{"rule": "norm", "groups": 1, "near": 2, "sinks": 1, "causal": True, "scale": 0.5, "gaussian": False},
+        **{"chunk": 0, "borders": True, "backend": "cpu"},
     }
     assert set(others) <= set(arguments)
-    return list((arguments | others).values())
+    return arguments | others
 
 
-def linear_arguments(**others: Any) -> list[Any]:
+def linear_arguments(**others: Any) -> dict[str, Any]:
     arguments = {
         **{"q": torch.rand(2, 4, 5, 8), "k": torch.rand(2, 2, 5, 8), "v": torch.rand(2, 2, 5, 3)},
         **{"weight": None, "log_weight": None, "alive": None, "far_max": None, "far_sum": None},
-        **{"feature_map": "elu1", "causal": True, "root": 1.0, "chunk": 0, "borders": True, "engine": "cpu"},
+        **{"feature_map": "elu1", "causal": True, "root": 1.0, "chunk": 0, "borders": True, "backend": "cpu"},
     }
     assert set(others) <= set(arguments)
-    return list((arguments | others).values())
+    return arguments | others
 
 
 x = torch.randn(2, 2, 5, 8)
@@ -602,10 +601,17 @@ OPERATORS: dict[str, tuple[dict[str, Any], type, str]] = {
     "near": ({"near": -1}, errors.ConfigError, "near must be a whole number of at least 0, got -1"),
     "chunk": ({"chunk": -5}, errors.ConfigError, "chunk must be a whole number of at least 0, got -5"),
     "scale": ({"scale": -1.0}, errors.ConfigError, "scale must be a positive finite number, got -1.0"),
-    "engine": (
-        {"engine": "gpu"},
+    "sinks": (
+        {"sinks": 2},
+        errors.ShapeError,
+        "sink_k must be [2, 2, 2, 8], got [2, 2, 1, 8]",
+    ),
+    "more sinks than tokens": ({"sinks": 6, "sink_k": None, "sink_v": None}, errors.ShapeError, "sink_k is missing"),
+    "half of the sinks": ({"sink_k": None}, errors.ShapeError, "sink_k is missing"),
+    "backend": (
+        {"backend": "gpu"},
         errors.ConfigError,
-        "engine must be one of torch, cpu, got 'gpu' (did you mean 'cpu'?)",
+        "backend must be one of cpu, torch, got 'gpu' (did you mean 'cpu'?)",
     ),
 }
 
@@ -616,55 +622,54 @@ def test_operators_called_directly(others: dict[str, Any], kind: type, words: st
     if "v" in others and others["v"].shape[2] == 3:
         others = others | {"sink_v": torch.rand(2, 2, 1, 8)}
     call = torch.ops.subquad.favor_forward
-    assert message(lambda: call(*favor_arguments(**{"engine": engine} | others)), kind) == f"favor_forward: {words}"
+    assert message(lambda: call(**favor_arguments(**{"backend": engine} | others)), kind) == f"favor_forward: {words}"
 
 
 def test_the_linear_operator_called_directly() -> None:
     call = torch.ops.subquad.linear_forward
-    words = message(lambda: call(*linear_arguments(feature_map="exp")), errors.ConfigError)
+    words = message(lambda: call(**linear_arguments(feature_map="exp")), errors.ConfigError)
     assert words == "linear_forward: feature_map must be one of elu1, relu, softplus, relu2, identity, got 'exp'"
-    words = message(lambda: call(*linear_arguments(log_weight=torch.rand(2, 2, 5))), errors.ShapeError)
-    assert words == "linear_forward: log_weight must be left out: engine='cpu' has no signed (trigonometric) features"
+    words = message(lambda: call(**linear_arguments(log_weight=torch.rand(2, 2, 5))), errors.ShapeError)
+    assert words == "linear_forward: log_weight must be left out: backend='cpu' has no signed (trigonometric) features"
     past = {"far_max": torch.zeros(2, 2, 1), "far_sum": torch.rand(2, 2, 8, 4)}
-    words = message(lambda: call(*linear_arguments(causal=False, **past)), errors.ShapeError)
+    words = message(lambda: call(**linear_arguments(causal=False, **past)), errors.ShapeError)
     assert words == "linear_forward: far_sum must be left out: a state belongs to causal attention"
-    words = message(lambda: call(*linear_arguments(q=x.double(), k=x.double(), v=x.double())), errors.DtypeError)
+    words = message(lambda: call(**linear_arguments(q=x.double(), k=x.double(), v=x.double())), errors.DtypeError)
     assert words == "cpu engine: q must be float32 or bfloat16 or float16, got float64"
 
 
 def test_without_a_library_the_operator_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "LOADED", "there is none")
-    words = message(lambda: torch.ops.subquad.linear_forward(*linear_arguments()), errors.BackendError)
-    assert words == "cpu engine: cannot be used: there is none; use engine='torch'"
+    words = message(lambda: torch.ops.subquad.linear_forward(**linear_arguments()), errors.BackendError)
+    assert words == "cpu engine: cannot be used: there is none; use backend='torch'"
 
 
 @pytest.mark.parametrize("engine", ["cpu", "torch"])
 def test_backwards_called_directly(engine: str) -> None:
     """Each of what the forward kept, of another shape or dtype, or missing."""
-    for name, arguments in (("favor", favor_arguments(engine=engine)), ("linear", linear_arguments(engine=engine))):
-        out, norm, _, borders_max, borders_sum, _, far_sum = getattr(torch.ops.subquad, f"{name}_forward")(*arguments)
-        norm_name = "lognorm" if name == "favor" else "normaliser"
-        kept = {"grad_out": out, "out": out, norm_name: norm, "low": torch.zeros_like(out, dtype=torch.int8)}
+    for name, arguments in (("favor", favor_arguments(backend=engine)), ("linear", linear_arguments(backend=engine))):
+        out, norm, _, borders_max, borders_sum, _, far_sum = getattr(torch.ops.subquad, f"{name}_forward")(**arguments)
+        kept = {"grad_out": out, "out": out, "normaliser": norm, "low": torch.zeros_like(out, dtype=torch.int8)}
         kept |= {"borders_max": borders_max, "borders_sum": borders_sum, "grad_far_sum": far_sum}
         call = getattr(torch.ops.subquad, f"{name}_backward")
-        call(*kept.values(), True, *arguments)
+        call(**kept, want_map=True, **arguments)
         for field, tensor in kept.items():
             for odd in (tensor.double(), tensor[:0], tensor[..., :1], tensor[None]):
                 if odd.shape == tensor.shape and odd.dtype == tensor.dtype:
                     continue
                 with pytest.raises(errors.SubquadError, match=f"{name}_backward: {field} must "):
-                    call(*(kept | {field: odd}).values(), True, *arguments)
+                    call(**kept | {field: odd}, want_map=True, **arguments)
             if field not in ("low", "grad_far_sum"):
                 with pytest.raises(errors.ShapeError, match=f"{name}_backward: {field} is missing"):
-                    call(*(kept | {field: None}).values(), True, *arguments)
+                    call(**kept | {field: None}, want_map=True, **arguments)
 
 
 def test_fake_operators_refuse_the_same() -> None:
-    arguments = [a.to("meta") if isinstance(a, Tensor) else a for a in favor_arguments()]
-    assert torch.ops.subquad.favor_forward(*arguments)[0].shape == (2, 4, 5, 3)
-    arguments[1] = arguments[1][:, :, :3]
+    arguments = {name: a.to("meta") if isinstance(a, Tensor) else a for name, a in favor_arguments().items()}
+    assert torch.ops.subquad.favor_forward(**arguments)[0].shape == (2, 4, 5, 3)
+    arguments["k"] = arguments["k"][:, :, :3]
     with pytest.raises(errors.ShapeError, match=re.escape("favor_forward: v must be [2, 2, 3, 3], got [2, 2, 5, 3]")):
-        torch.ops.subquad.favor_forward(*arguments)
+        torch.ops.subquad.favor_forward(**arguments)
 
 
 def test_blocks_that_do_not_exist() -> None:

@@ -3,7 +3,7 @@
 import torch
 
 from subquad.features import draw_feature_map
-from subquad.kernels.logs import LogFeatures
+from subquad.kernels.favor.logs import LogFeatures
 
 
 def test_room_for_gradients_is_made_only_where_they_are_wanted() -> None:
@@ -11,5 +11,5 @@ def test_room_for_gradients_is_made_only_where_they_are_wanted() -> None:
     assert LogFeatures(map_, torch.float64, False).gradients is None  # decoding wants none
     wanted = LogFeatures(map_, torch.float64, False, want_gradients=True).gradients
     assert wanted is not None
-    assert [tuple(t.shape) for t in wanted] == [(2, 6, 4), (2, 6, 4), (2, 6), (0,), (0,)]
-    assert all(t.dtype == torch.float64 and not t.any() for t in wanted)
+    assert [tuple(t.shape) for t in wanted.values()] == [(2, 6, 4), (2, 6, 4), (2, 6), (0,), (0,)]
+    assert all(t.dtype == torch.float64 and not t.any() for t in wanted.values())

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sanitizers import sanitized_environment
 from subquad import FavorAttention, LinearAttention, Mechanism
 from subquad.errors import ConfigError
 from subquad.functional import linear_attention
+from subquad.kernels import engines
 from subquad.kernels.cpu import build, library
 from subquad.testing import Check, assert_close, make_inputs, parametrize_contract, relative_error
 from subquad.testing.inputs import gradients
@@ -267,8 +269,16 @@ def test_nan_in_a_token_that_counts_is_seen() -> None:
 @pytest.mark.parametrize(
     ("attention", "dtype", "reason"),
     [
-        (FavorAttention(D, backend="cpu"), torch.float64, "it computes in float32, and the tensors are float64"),
-        (LinearAttention(D, backend="cpu"), torch.float64, "it computes in float32, and the tensors are float64"),
+        (
+            FavorAttention(D, backend="cpu"),
+            torch.float64,
+            "it takes float32, bfloat16, float16, and the tensors are float64",
+        ),
+        (
+            LinearAttention(D, backend="cpu"),
+            torch.float64,
+            "it takes float32, bfloat16, float16, and the tensors are float64",
+        ),
         (
             FavorAttention(D, near=0, sinks=0, estimator="trigonometric", backend="cpu"),
             torch.float32,
@@ -286,7 +296,8 @@ def test_what_it_cannot_do_is_said(attention: Mechanism, dtype: torch.dtype, rea
 
 def test_without_a_library_torch_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "AVAILABLE", False)
-    monkeypatch.setattr(library, "PROBLEM", "there is none")
+    without = replace(engines.ENGINES["cpu"], missing="there is none")
+    monkeypatch.setitem(engines.ENGINES, "cpu", without)
     inputs = make_inputs(FavorAttention(D), 9).to(torch.float32)
     assert bool(FavorAttention(D)(*inputs).isfinite().all())
     with pytest.raises(ConfigError, match="there is none"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from subquad.kernels.cpu.problem import block_size, blocks_per_segment, border_count, parts_per_head
+from subquad.kernels.cpu.call import block_size, blocks_per_segment, border_count, parts_per_head
 
 
 @pytest.mark.parametrize("threads", range(1, 9))

@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import Mechanism, SoftmaxAttention, StridedAttention, errors, state_bytes
 from subquad.functional import strided_attention
-from subquad.kernels import lines, sparse
+from subquad.kernels.sparse import lines
+from subquad.kernels.sparse import torch as sparse
 from subquad.testing import Check, assert_close, make_inputs, parametrize_contract
 
 D = 6

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from subquad import Mechanism, WindowAttention, errors
 from subquad.functional import window_attention
-from subquad.kernels import sparse
-from subquad.kernels.sparse import ABSENT_KEY, Pairs, Rule
-from subquad.kernels.sparse_ops import sparse_attention
+from subquad.kernels.sparse import torch as sparse
+from subquad.kernels.sparse.operator import sparse_attention
+from subquad.kernels.sparse.torch import ABSENT_KEY, Pairs, Rule
 from subquad.nn import LongformerSelfAttention
 from subquad.testing import Check, assert_close, make_inputs, parametrize_contract
 from subquad.testing.inputs import gradients, make_mask

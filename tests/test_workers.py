@@ -114,17 +114,18 @@ print(bool(attention(*[x[:, :, :50]] * 3, causal=True).isfinite().all()))
 
 
 PARALLEL_FROM = 32_768  # numbers: torch's operations of fewer run on one thread
-NOTHING_TO_COMPUTE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::to")
+NOTHING_TO_COMPUTE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::to", "aten::slice", "aten::as_strided")
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-def test_linear_wakes_no_threads_of_torch(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_no_call_wakes_threads_of_torch(name: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They spin for milliseconds after an operation, on the cores that the engine's own threads want."""
     monkeypatch.undo()  # filling empty tensors with NaN is such an operation
     q, k, v = draw(heads=8, length=600)
     grad = torch.ones_like(q)
     with torch.profiler.profile(record_shapes=True) as profile:
-        torch.autograd.grad(MECHANISMS["linear"](q, k, v, causal=causal), (q, k, v), grad)
+        torch.autograd.grad(MECHANISMS[name](q, k, v, causal=causal), (q, k, v), grad)
     sizes = {
         event.name: max((math.prod(shape) for shape in event.input_shapes if shape), default=0)
         for event in profile.events() or ()

@@ -7,7 +7,7 @@ def buckets(words: str) -> str:
     return f"tests/test_buckets.py tests/test_bucket_models.py -k '{words}'"
 
 
-SPARSE, GROUPS, KERNEL = "kernels/sparse.py", "kernels/groups.py", "kernels/buckets.py"
+SPARSE, GROUPS, KERNEL = "kernels/sparse/torch.py", "kernels/sparse/groups.py", "kernels/sparse/buckets.py"
 CENSUS, STATE, SHARED = "mechanisms/census.py", "mechanisms/bucket_state.py", "mechanisms/buckets.py"
 LSH, CLUSTER = "mechanisms/lsh.py", "mechanisms/cluster.py"
 

@@ -16,9 +16,9 @@ def engine(words: str) -> str:
 
 
 DRAWS, POSITIVE, ELEMENTWISE = "features/draws.py", "features/positive.py", "features/elementwise.py"
-LOGS, SCAN, PROBLEM = "kernels/logs.py", "kernels/scan.py", "kernels/problem.py"
+LOGS, SCAN, PROBLEM = "kernels/favor/logs.py", "kernels/scan.py", "kernels/problem.py"
 SWEEP, FULL, FAVOR_PROBLEM = "kernels/favor/sweep.py", "kernels/favor/full.py", "kernels/favor/problem.py"
-LINEAR, OPS = "kernels/linear.py", "kernels/ops.py"
+LINEAR, OPS = "kernels/linear/torch.py", "kernels/operator.py"
 STATE, FAVOR = "mechanisms/favor_state.py", "mechanisms/favor.py"
 
 CORE = (
@@ -247,7 +247,7 @@ CORE = (
     Mutant(
         "sink gradients dropped",
         FAVOR_PROBLEM,
-        "into.sink_v.add_(dv[..., :-1].sum(2))",
+        'into["sink_v"].add_(dv[..., :-1].sum(2))',
         "pass",
         contract("favor-sinks and gradients_equal"),
     ),
@@ -362,8 +362,8 @@ CORE = (
     Mutant(
         "state's gradient lost between pieces",
         OPS,
-        "of_state = None if tensors[-1] is None else of_state",
-        "of_state = None",
+        "return getattr(inputs, name) is not None and (",
+        'return getattr(inputs, name) is not None and name != "far_sum" and (',
         contract("favor-paper and extend_equals"),
     ),
     Mutant(

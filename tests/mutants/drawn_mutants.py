@@ -87,7 +87,7 @@ DRAWN = (
     ),
     Mutant(
         "heads are not cut though threads have fewer than four",
-        "kernels/cpu/problem.py",
+        "kernels/cpu/call.py",
         "return 1 if heads >= 4 * threads",
         "return 1 if heads >= 3 * threads",
         tests("problem", "as_much_to_do"),
@@ -178,7 +178,7 @@ DRAWN = (
     ),
     Mutant(
         "tokens see themselves in tiles that look alike",
-        "kernels/sparse.py",
+        "kernels/sparse/torch.py",
         "        hidden |= pairs.q_place[:, None] == pairs.k_place\n",
         "        pass\n",
         tests("window", "look_alike"),
@@ -199,21 +199,14 @@ DRAWN = (
     ),
     Mutant(
         "compilers are told that buckets give gradients like codes",
-        "kernels/bucket_ops.py",
+        "kernels/sparse/bucket_operator.py",
         "for t in args[3:6])",
         "for t in args[5:8])",
         tests("ops", "cluster"),
     ),
     Mutant(
-        "a bidirectional field has the gradient of a state that it has not",
-        "kernels/favor/__init__.py",
-        "grad_state = of_state if options.causal else grad_state",
-        "grad_state = of_state",
-        tests("ops", "favor"),
-    ),
-    Mutant(
         "decoding makes room for gradients that nobody wants",
-        "kernels/logs.py",
+        "kernels/favor/logs.py",
         "gaussian: bool, want_gradients: bool = False",
         "gaussian: bool, want_gradients: bool = True",
         tests("logs", "room_for_gradients"),

@@ -7,7 +7,7 @@ def gate(words: str) -> str:
     return f"tests/test_gate.py -k '{words}'"
 
 
-GATE, STEP, RUN = "kernels/cpu/gate.py", "kernels/cpu/step.py", "kernels/cpu/run.py"
+GATE, STEP, RUN = "kernels/cpu/gate.py", "kernels/favor/native.py", "kernels/cpu/call.py"
 ARGUMENTS, STATES, WORDS = "kernels/arguments.py", "checks/states.py", "checks/engine.py"
 
 GATES = (
@@ -141,7 +141,7 @@ GATES = (
     Mutant(
         "gate: negative lengths",
         STEP,
-        '    checks.lengths(gate.OP, "length", length, MOST_TOKENS)\n',
+        '    checks.lengths(gate.OP, "length", lengths, MOST_TOKENS)\n',
         "",
         gate("step_looks"),
     ),
@@ -243,7 +243,7 @@ GATES = (
     # memory
     Mutant(
         "a dilation beyond the sequence takes memory",
-        "mechanisms/bands.py",
+        "kernels/sparse/bands.py",
         "    band = band.within(k.shape[2])\n",
         "",
         gate("beyond_the_sequence and dilation"),
@@ -257,7 +257,7 @@ GATES = (
     ),
     Mutant(
         "chunks of linear beyond the sequence take memory",
-        "kernels/linear.py",
+        "kernels/linear/torch.py",
         "min(options.chunk, max(self.p.length, self.p.key_length))",
         "options.chunk",
         gate("beyond_the_sequence and chunk"),
@@ -271,7 +271,7 @@ GATES = (
     ),
     Mutant(
         "tiles beyond the sequence take memory",
-        "kernels/buckets.py",
+        "kernels/sparse/buckets.py",
         "options._replace(tile=min(options.tile, q.shape[2]))",
         "options",
         gate("tiles_beyond"),

@@ -7,7 +7,7 @@ def native(words: str) -> str:
     return f"tests/test_native.py -k '{words}'"
 
 
-CPU = "kernels/cpu/"
+CPU = "kernels/cpu/src/"
 
 NATIVE = (
     Mutant(
@@ -186,11 +186,18 @@ NATIVE = (
         native("favor and forward_equals"),
     ),
     Mutant(
-        "torch's threads fill the gradient of the first state",
-        CPU + "run.py",
-        "grad_state = borders_sum.new_empty(_shapes(given, 1)[1])",
-        "grad_state = borders_sum.new_zeros(_shapes(given, 1)[1])",
-        "tests/test_workers.py -k wakes_no_threads",
+        "torch's threads add up two gradients of all keys",
+        "mechanisms/favor.py",
+        'masks, options = {"alive": alive,',
+        'masks, options = {"sink_k": k[:, :, :sinks], "sink_v": v[:, :, :sinks], "alive": alive,',
+        "tests/test_workers.py -k threads_of_torch",
+    ),
+    Mutant(
+        "gradients of sinks do not reach the keys that they are",
+        "kernels/favor/operator.py",
+        'gradients["k"][:, :, : options.sinks] += gradients["sink_k"]',
+        "pass",
+        native("favor and gradients_equal"),
     ),
     Mutant(
         "gradients of sinks are added to what was in memory",

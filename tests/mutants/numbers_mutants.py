@@ -3,7 +3,7 @@
 from mutant import Mutant
 
 CENTRE = "kernels/centre.py"
-CPU = "kernels/cpu/"
+CPU = "kernels/cpu/src/"
 LONG = "tests/test_long_sequences.py"
 PLAIN = "tests/test_plain_steps.py"
 
@@ -40,30 +40,30 @@ NUMBERS = (
     ),
     Mutant(
         "a plain step takes as many keys as come",
-        "kernels/engines.py",
+        "kernels/cpu/step.py",
         "return q.shape[2] == k.shape[2] == 1 and k.shape[1] > 0",
         "return q.shape[2] == 1 and k.shape[1] > 0",
         PLAIN,
     ),
     Mutant(
         "a plain step forgets forward-mode derivatives",
-        "kernels/engines.py",
+        "kernels/cpu/step.py",
         " or checks.forward_mode():",
         ":",
         PLAIN,
     ),
     Mutant(
         "a plain step takes any number of fields",
-        "kernels/engines.py",
+        "kernels/cpu/step.py",
         " or len(state) != len(kind._fields)",
         "",
         PLAIN,
     ),
     Mutant(
         "a plain step with gradients",
-        "kernels/engines.py",
-        "if torch.is_grad_enabled() or torch.compiler.is_compiling() or backend",
-        "if torch.compiler.is_compiling() or backend",
+        "kernels/cpu/step.py",
+        "if torch.is_grad_enabled() or torch.compiler.is_compiling():",
+        "if torch.compiler.is_compiling():",
         PLAIN,
     ),
     Mutant(
@@ -75,7 +75,7 @@ NUMBERS = (
     ),
     Mutant(
         "names that were enough once are enough for all",
-        CPU + "gate.py",
+        "kernels/cpu/gate.py",
         "        found = (kind, needed, *given)\n",
         "        found = (kind,)\n",
         "tests/test_gate.py",

@@ -7,7 +7,7 @@ def strided(words: str) -> str:
     return f"tests/test_strided.py -k '{words}'"
 
 
-STATE, PARTS, LINES = "mechanisms/strided_state.py", "mechanisms/strided_parts.py", "kernels/lines.py"
+STATE, PARTS, LINES = "mechanisms/strided_state.py", "mechanisms/strided_parts.py", "kernels/sparse/lines.py"
 
 STRIDED = (
     Mutant(

@@ -7,7 +7,7 @@ def window(words: str) -> str:
     return f"tests/test_window.py -k '{words}'"
 
 
-SPARSE, BANDS, WINDOW_FILE = "kernels/sparse.py", "mechanisms/bands.py", "mechanisms/window.py"
+SPARSE, BANDS, WINDOW_FILE = "kernels/sparse/torch.py", "kernels/sparse/bands.py", "mechanisms/window.py"
 
 WINDOW = (
     Mutant(

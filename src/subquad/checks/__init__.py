@@ -18,7 +18,6 @@ from torch import Tensor
 from subquad.errors import BackendError, ConfigError, DtypeError, MaskError, ShapeError, SubquadError
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-BACKENDS = ("auto", "cpu", "torch")
 STRIDED = torch.strided
 
 
@@ -335,12 +334,8 @@ def choice(op: str, name: str, value: Any, choices: Sequence[str]) -> None:
         raise ConfigError(f"{op}: {name} must be one of {', '.join(choices)}, got {value!r}{guess(value, choices)}")
 
 
-def backend(op: str, value: Any) -> None:
-    choice(op, "backend", value, BACKENDS)
-
-
-def no_cpu_engine(op: str, reason: str) -> ConfigError:
-    return ConfigError(f"{op}: backend='cpu' cannot be used: {reason}; backend='auto' falls back to torch")
+def engine_cannot(op: str, backend: str, reason: str) -> ConfigError:
+    return ConfigError(f"{op}: backend={backend!r} cannot be used: {reason}; backend='auto' falls back to torch")
 
 
 def probability(op: str, name: str, value: Any) -> float:

@@ -119,4 +119,4 @@ def too_large(op: str, what: str, count: int, limit: int) -> ShapeError:
 
 
 def no_engine(reason: str) -> BackendError:
-    return BackendError(f"cpu engine: cannot be used: {reason}; use engine='torch'")
+    return BackendError(f"cpu engine: cannot be used: {reason}; use backend='torch'")

@@ -3,7 +3,7 @@
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 OPTIONAL = ("transformers", "accelerate", "biopython", "matplotlib", "pillow", "datasets", "pyarrow", "tensorboard")
 TOLERANCE = 1e-5  # the engines compute in the same precision, in another order
@@ -36,6 +36,8 @@ def doctor() -> int:
     for name, value in _facts().items():
         table.add_row(name, value)
     console.print(table)
+    console.print()
+    console.print(_engines())
     if not library.AVAILABLE:
         console.print(f"\nThe native CPU engine is missing: {library.PROBLEM}.", style="yellow", highlight=False)
         console.print("Everything works without it, several times slower on CPUs.", highlight=False)
@@ -51,6 +53,31 @@ def doctor() -> int:
         return 0
     print("the native engine is wrong on this machine: set SUBQUAD_CPU=off and please report it", file=sys.stderr)
     return 1
+
+
+def _engines() -> Any:
+    """What each engine can do, in the order in which backend="auto" asks them."""
+    from rich import box
+    from rich.table import Table
+
+    from subquad import checks
+    from subquad.kernels.engines import ENGINES
+
+    def yes(can: bool) -> str:
+        return "yes" if can else "no"
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("backend", "devices", "dtypes", "near blocks", "signed", "gradients", "here"):
+        table.add_column(title)
+    for engine in ENGINES.values():
+        table.add_row(
+            engine.name,
+            "any" if engine.devices is None else ", ".join(engine.devices),
+            ", ".join(map(checks.dtype_name, engine.dtypes)),
+            *map(yes, (engine.near, engine.signed, engine.gradients)),
+            f"no: {engine.missing}" if engine.missing else "yes",
+        )
+    return table
 
 
 def _facts() -> dict[str, str]:

@@ -14,34 +14,38 @@ from torch import Tensor
 from subquad import checks
 from subquad.checks import engine as own_checks
 from subquad.features.elementwise import ELEMENTWISE
+from subquad.kernels.engines import ENGINES
+from subquad.kernels.favor.inputs import FavorInputs, FavorOptions
+from subquad.kernels.linear.inputs import LinearInputs, LinearOptions
 
 Declared = Mapping[str, str]
 
 QKV = {"q": "input B H T D", "k": "input B K S D", "v": "input B K S V"}
+FAVOR_MAP = {**QKV, "query": "float maps M D"}  # the sizes that others depend on
 FAVOR = {
     **QKV,
-    **{"sink_k": "input B K sinks D", "sink_v": "input B K sinks V"},
     **{"query": "float maps M D", "key": "float maps M D", "key_bias": "float maps M"},
     **{"offset_weight": "float? maps D", "offset_bias": "float? maps"},
+    **{"sink_k": "input? B K sinks D", "sink_v": "input? B K sinks V"},
     **{"alive": "bool? B|1 S", "fold": "bool? B|1 S", "sink_seen": "int64? B|1 T"},
-    **{"far_max": "state? B K M", "far_sum": "state? B K M V+1"},
+    **{"far_max": "state? B K maxima", "far_sum": "state? B K M V+1"},
 }
 LINEAR = {
     **QKV,
     **{"weight": "float? maps M D", "log_weight": "float? B K S", "alive": "bool? B|1 S"},
-    **{"far_max": "state? B K 1", "far_sum": "state? B K M V+1"},
+    **{"far_max": "state? B K maxima", "far_sum": "state? B K M V+1"},
 }
 SAVED = {"grad_out": "input B H T V", "out": "input B H T V"}
 FAVOR_SAVED = {
     **SAVED,
-    **{"lognorm": "state B H T 2", "low": "low? B H T V"},
-    **{"borders_max": "state borders B K M", "borders_sum": "state borders B K M+1 V+1"},
+    **{"normaliser": "state B H T 2", "low": "low? B H T V"},
+    **{"borders_max": "state borders B K maxima", "borders_sum": "state borders B K M+1 V+1"},
     "grad_far_sum": "state? B K M V+1",
 }
 LINEAR_SAVED = {
     **SAVED,
     **{"normaliser": "state B H T", "low": "low? B H T V"},
-    **{"borders_max": "state borders B K 1", "borders_sum": "state borders B K M+1 V+1"},
+    **{"borders_max": "state borders B K maxima", "borders_sum": "state borders B K M+1 V+1"},
     "grad_far_sum": "state? B K M V+1",
 }
 BUCKETS = {
@@ -106,42 +110,45 @@ class Sizes:
         return self.known.get(letter, letter) if found is letter else self.known.setdefault(letter, found)
 
 
-def favor(op: str, inputs: Any, options: Any, engines: Mapping[str, Any]) -> Sizes:
-    """inputs: `FavorInputs`, options: `EngineOptions`."""
-    m = inputs.map
-    sizes = Sizes(op, inputs.q)
-    tensors = inputs._asdict() | {name: getattr(m, name) for name in m._fields}
+def favor(op: str, inputs: FavorInputs, options: FavorOptions) -> Sizes:
+    sizes, tensors = Sizes(op, inputs.q), inputs._asdict()
+    sizes.known["sinks"] = checks.count(op, "sinks", options.sinks, minimum=0)
+    sizes.check(FAVOR_MAP, tensors)
+    sizes.known["maxima"] = sizes["M"]
     sizes.check(FAVOR, tensors)
     _heads(sizes)
-    _together(op, tensors, ("far_max", "far_sum"), ("offset_weight", "offset_bias"))
+    _together(op, tensors, ("far_max", "far_sum"), ("offset_weight", "offset_bias"), ("sink_k", "sink_v"))
     _past_of(op, inputs.far_sum, options.causal)
-    if sizes["sinks"] and inputs.sink_seen is None:
+    if options.sinks and inputs.sink_seen is None:
         raise own_checks.missing(op, "sink_seen")
-    checks.choice(op, "rule", m.rule, RULES)
-    checks.count(op, "groups", m.groups)
-    if sizes["M"] % m.groups:
-        raise own_checks.left_over(op, m.groups, sizes["M"])
+    if inputs.sink_k is None and isinstance(sizes["S"], int) and sizes["S"] < options.sinks:
+        raise own_checks.missing(op, "sink_k")
+    checks.choice(op, "rule", options.rule, RULES)
+    checks.count(op, "groups", options.groups)
+    if sizes["M"] % options.groups:
+        raise own_checks.left_over(op, options.groups, sizes["M"])
     checks.count(op, "near", options.near, minimum=0)
-    _options(sizes, options.chunk, options.scale, options.engine, engines, options.causal or options.near > 0)
+    _options(sizes, options, options.scale, options.causal or options.near > 0)
     return sizes
 
 
-def linear(op: str, inputs: Any, options: Any, engines: Mapping[str, Any]) -> Sizes:
-    """inputs: `LinearInputs`, options: `LinearOptions`."""
-    sizes = Sizes(op, inputs.q)
-    tensors = inputs._asdict()
+def linear(op: str, inputs: LinearInputs, options: LinearOptions) -> Sizes:
+    sizes, tensors = Sizes(op, inputs.q), inputs._asdict()
     sizes.check(QKV, tensors)
     if inputs.weight is None:
         sizes.known["M"] = sizes["D"]
+    sizes.known["maxima"] = 1
     sizes.check(LINEAR, tensors)
     sizes.known.setdefault("maps", 1)
     _heads(sizes)
     _together(op, tensors, ("far_max", "far_sum"))
     _past_of(op, inputs.far_sum, options.causal)
     checks.choice(op, "feature_map", options.feature_map, tuple(ELEMENTWISE))
-    _options(sizes, options.chunk, options.root, options.engine, engines, options.causal)
-    if options.engine == "cpu" and inputs.log_weight is not None:
-        raise own_checks.unasked(op, "log_weight", "engine='cpu' has no signed (trigonometric) features")
+    _options(sizes, options, options.root, options.causal)
+    if inputs.log_weight is not None and not ENGINES[options.backend].signed:
+        raise own_checks.unasked(
+            op, "log_weight", f"backend={options.backend!r} has no signed (trigonometric) features"
+        )
     return sizes
 
 
@@ -199,12 +206,10 @@ def _heads(sizes: Sizes) -> None:
         own_checks.choice(sizes.op, "heads of the map", maps, (1, key_heads))
 
 
-def _options(
-    sizes: Sizes, chunk: int, scale: float, engine: str, engines: Mapping[str, Any], same_length: bool
-) -> None:
-    checks.count(sizes.op, "chunk", chunk, minimum=0)
+def _options(sizes: Sizes, options: FavorOptions | LinearOptions, scale: float, same_length: bool) -> None:
+    checks.count(sizes.op, "chunk", options.chunk, minimum=0)
     checks.scale(sizes.op, scale, 1)
-    checks.choice(sizes.op, "engine", engine, tuple(engines))
+    checks.choice(sizes.op, "backend", options.backend, tuple(ENGINES))
     queries, keys = sizes["T"], sizes["S"]
     if same_length and isinstance(queries, int) and isinstance(keys, int) and queries != keys:
         raise own_checks.other_length(sizes.op, queries, keys)

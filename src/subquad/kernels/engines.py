@@ -1,5 +1,11 @@
-"""Which engine does the work: torch anywhere, or the C++ one on CPUs."""
+"""Who does the work: the table of engines, what each of them can do, and why one cannot do a call.
 
+An engine is one file per operation (`favor/`, `linear/`) with `border_count`, `forward` and `backward`, and one line
+here. It may have a `step`, one token of decoding; without it, steps are made of torch operations.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,55 +14,85 @@ from torch import Tensor
 from subquad import checks
 from subquad.kernels.cpu import library
 from subquad.kernels.cpu.gate import has_own_operations
+from subquad.kernels.favor import native as favor_native
+from subquad.kernels.favor import torch as favor_torch
+from subquad.kernels.linear import native as linear_native
+from subquad.kernels.linear import torch as linear_torch
+
+AUTO = "auto"
 
 
-def choose_engine(op: str, backend: str, q: Tensor, *, signed: bool = False) -> str:
-    """ "cpu" where it can and `backend` lets it, "torch" otherwise. signed: features that may be negative."""
-    if backend == "torch":
-        return "torch"
-    reason = _obstacle(q, signed)
-    if reason is None:
-        return "cpu"
-    if backend == "cpu":
-        raise checks.no_cpu_engine(op, reason)
-    return "torch"
+@dataclass(frozen=True)
+class Engine:
+    """operations: a module for each; devices: by type, None for any; signed: features that may be negative;
+    missing: why it cannot be used on this machine at all, or nothing."""
+
+    name: str
+    operations: Mapping[str, Any]
+    devices: tuple[str, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] = checks.FLOAT_DTYPES
+    near: bool = True
+    signed: bool = True
+    gradients: bool = True
+    missing: str = ""
+
+    def obstacle(self, operation: str, q: Tensor, *, near: bool, signed: bool, gradients: bool) -> str | None:
+        """Why it cannot do a call, or None."""
+        if self.missing:
+            return self.missing
+        if operation not in self.operations:
+            return f"it has no {operation} attention"
+        if self.devices is not None and not (q.is_cpu and "cpu" in self.devices) and q.device.type not in self.devices:
+            return f"the tensors are on {q.device.type}"
+        if q.dtype not in self.dtypes:
+            names = ", ".join(map(checks.dtype_name, self.dtypes))
+            return f"it takes {names}, and the tensors are {checks.dtype_name(q.dtype)}"
+        if near and not self.near:
+            return "it has no near blocks"
+        if gradients and not self.gradients:
+            return "it has no gradients"
+        return "it has no signed (trigonometric) features" if signed and not self.signed else None
 
 
-def step_engine(op: str, backend: str, q: Tensor, *others: Tensor | None) -> str:
-    """The engine for one token more: gradients and compiled graphs go through torch's own operations."""
-    engine = choose_engine(op, backend, q)
+# In the order in which "auto" asks them.
+ENGINES: dict[str, Engine] = {
+    engine.name: engine
+    for engine in (
+        Engine(
+            "cpu",
+            {"favor": favor_native, "linear": linear_native},
+            devices=("cpu",),
+            dtypes=tuple(library.DTYPES),
+            signed=False,
+            missing=library.PROBLEM,
+        ),
+        Engine("torch", {"favor": favor_torch, "linear": linear_torch}),
+    )
+}
+
+
+def backend(op: str, name: Any) -> str:
+    """A name that a user gave."""
+    checks.choice(op, "backend", name, (AUTO, *ENGINES))
+    return name
+
+
+def choose(
+    operation: str, backend: str, q: Tensor, *, near: bool = False, signed: bool = False, gradients: bool = False
+) -> Engine:
+    """The engine that was asked for, or of "auto" the first that can."""
+    needs = {"near": near, "signed": signed, "gradients": gradients}
+    if backend != AUTO:
+        if reason := ENGINES[backend].obstacle(operation, q, **needs):
+            raise checks.engine_cannot(operation, backend, reason)
+        return ENGINES[backend]
+    return next(engine for engine in ENGINES.values() if engine.obstacle(operation, q, **needs) is None)
+
+
+def step_of(operation: str, backend: str, q: Tensor, *others: Tensor | None) -> Any:
+    """One token more by the engine for it; None if torch operations are to do it: they have gradients, and compile."""
+    engine = choose(operation, backend, q)
+    step = getattr(engine.operations[operation], "step", None)
     gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, *others))
     traced = torch.compiler.is_compiling() or (type(q) is not Tensor and has_own_operations(q))
-    return "torch" if gradients or traced else engine
-
-
-def takes_plain_step(backend: str, q: Tensor, k: Tensor, v: Tensor, state: Any, kind: Any) -> bool:
-    """Whether the C++ engine's gate alone can judge one token more: plain tensors of one, nothing to differentiate.
-
-    Then all that `extend` checks is checked there, once and not twice; if it refuses, `extend` says why in its words.
-    """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or backend == "torch" or not library.AVAILABLE:
-        return False
-    if type(state) is not kind or len(state) != len(kind._fields) or checks.transformed() or checks.forward_mode():
-        return False
-    if not all(map(_is_plain, (q, k, v, *state))):
-        return False
-    return q.dtype in library.DTYPES and q.dim() == k.dim() == v.dim() == 4 and _are_single_tokens(q, k)
-
-
-def _is_plain(tensor: Any) -> bool:
-    return type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
-
-
-def _are_single_tokens(q: Tensor, k: Tensor) -> bool:
-    return q.shape[2] == k.shape[2] == 1 and k.shape[1] > 0
-
-
-def _obstacle(q: Tensor, signed: bool) -> str | None:
-    if not library.AVAILABLE:
-        return library.PROBLEM
-    if not q.is_cpu:
-        return f"the tensors are on {q.device.type}"
-    if q.dtype not in library.DTYPES:
-        return f"it computes in float32, and the tensors are {str(q.dtype).removeprefix('torch.')}"
-    return "it has no signed (trigonometric) features" if signed else None
+    return None if gradients or traced else step

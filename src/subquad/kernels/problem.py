@@ -1,6 +1,6 @@
 """One attention problem, cut into tiles on demand: what the linear and the FAVOR engine share.
 
-Letters as in `tiles.py`, and V = Dv + 1: values carry a column of ones, so that one product gives numerator and
+Letters as in `blocks.py`, and V = Dv + 1: values carry a column of ones, so that one product gives numerator and
 normaliser.
 """
 
@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.kernels.blocks import add_window, from_blocks, to_blocks, window, with_ones
 from subquad.kernels.centre import LOW, LOW_FROM, Piece, Rows
-from subquad.kernels.tiles import add_window, from_blocks, to_blocks, window, with_ones
+from subquad.kernels.compensated import Total
 
 FLOOR = -1e30  # running maximum of no key at all: finite, because -inf - -inf is NaN
 DEAD = -1e32  # log-weight of a key that does not count: exp(DEAD - FLOOR) is 0
@@ -49,14 +50,41 @@ class KeyTile:
     alive: Tensor | None
 
 
+class Outputs(NamedTuple):
+    """What a forward gives.
+
+    out `[B, H, T, Dv]`; normaliser `[B, H, T]`, of FAVOR `[B, H, T, 2]` logarithms (far, exact); low: what rounding
+    left out of the output, empty where nothing needs it. States that the backward starts from: borders_max
+    `[N, B, K, M]` (or `[.., 1]`), borders_sum `[N, B, K, M + 1, Dv + 1]`, whose last row is the centre. far_max,
+    far_sum: the state after the last token, empty unless causal.
+    """
+
+    out: Tensor
+    normaliser: Tensor
+    low: Tensor
+    borders_max: Tensor
+    borders_sum: Tensor
+    far_max: Tensor
+    far_sum: Tensor
+
+
 class Saved(NamedTuple):
-    """What the backward gets of each row: output and its gradient `[B, H, T, Dv]`, normaliser(s) `[B, H, T, ..]`, and
-    what rounding left out of the output (None: nothing)."""
+    """What a backward gets of the forward, and the gradients of output and last state. low, grad_far_sum: or None."""
 
     grad_out: Tensor
     out: Tensor
     normaliser: Tensor
-    low: Tensor | None = None
+    low: Tensor | None
+    borders_max: Tensor
+    borders_sum: Tensor
+    grad_far_sum: Tensor | None
+
+    def last_state_gradient(self) -> Total:
+        grad = self.grad_far_sum
+        return Total.of(torch.zeros_like(self.borders_sum[0, :, :, :-1]) if grad is None else grad)
+
+
+Gradients = dict[str, Tensor]  # by the name of the input
 
 
 class Target(NamedTuple):

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from subquad import checks
 from subquad.checks import states
-from subquad.kernels.bucket_ops import bucket_attention
-from subquad.kernels.buckets import Options
 from subquad.kernels.precision import without_autocast
+from subquad.kernels.sparse.bucket_operator import bucket_attention
+from subquad.kernels.sparse.buckets import Options
 from subquad.mechanism import Mechanism, RandomFeatures, State, masked_softmax
 from subquad.mechanisms import bucket_state
 from subquad.mechanisms.bucket_state import BucketState

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from subquad.features import FeatureMap
-from subquad.kernels import ops
-from subquad.kernels.favor import FavorInputs
+from subquad.kernels.favor.inputs import FavorOptions
+from subquad.kernels.favor.operator import favor_attention
 
 
 class FieldState(NamedTuple):
@@ -98,11 +98,10 @@ def attend(
     q_cluster, k_cluster, count = clusters
     packing = _Packing(q_cluster, k_cluster, key_mask, count)
     keys, values = packing.keys(k), packing.keys(v)
-    far = (None, None) if state is None else (x.flatten(0, 2)[:, None] for x in state)
-    inputs = FavorInputs(
-        *(packing.queries(q), keys, values, keys[:, :, :0], values[:, :, :0], map, packing.alive(), None, None), *far
-    )
-    out, *far = ops.favor_attention(inputs, near=0, causal=causal, scale=scale, gaussian=False, chunk=0, backend="auto")
+    far = {} if state is None else {name: x.flatten(0, 2)[:, None] for name, x in state._asdict().items()}
+    options = FavorOptions(near=0, sinks=0, scale=scale, gaussian=False, chunk=0, backend="auto")
+    tensors = packing.queries(q), keys, values
+    out, *far = favor_attention(*tensors, map, options, causal=causal, alive=packing.alive(), **far)
     if causal:
         far = [x.view(*k.shape[:2], count, *x.shape[2:]) for x in far]
     return packing.outputs(out, q), FieldState(*far)

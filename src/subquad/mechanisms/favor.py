@@ -18,9 +18,11 @@ from subquad.features.draws import check_coupling
 from subquad.features.learned import LEARNED, ExponentialFeatures, SoftmaxFeatures, learned_features
 from subquad.features.positive import FeatureMap
 from subquad.features.trigonometric import trigonometric_features, trigonometric_log_weight
-from subquad.kernels import ops
-from subquad.kernels.favor import FavorInputs
-from subquad.kernels.linear import LinearInputs
+from subquad.kernels import engines
+from subquad.kernels.favor import operator as favor_operator
+from subquad.kernels.favor.inputs import FavorOptions
+from subquad.kernels.linear.inputs import LinearOptions
+from subquad.kernels.linear.operator import linear_attention
 from subquad.kernels.precision import without_autocast
 from subquad.mechanism import (
     Mechanism,
@@ -32,7 +34,7 @@ from subquad.mechanism import (
     real_index,
 )
 from subquad.mechanisms import favor_state
-from subquad.mechanisms.favor_state import FavorOptions, FavorState, map_heads
+from subquad.mechanisms.favor_state import FavorState, map_heads
 from subquad.mechanisms.packing import pack, slots_of, unpack
 
 KERNELS = ("softmax", "gaussian")
@@ -89,14 +91,13 @@ def make_options(
     near: int, sinks: int, kernel: str, scale: float | None, backend: str, chunk: int | None, *, head_dim: int
 ) -> FavorOptions:
     checks.choice("favor", "kernel", kernel, KERNELS)
-    checks.backend("favor", backend)
     return FavorOptions(
         near=checks.count("favor", "near", near, minimum=0),
         sinks=checks.count("favor", "sinks", sinks, minimum=0),
         gaussian=kernel == "gaussian",
         scale=checks.scale("favor", scale, head_dim),
         chunk=checks.optional_count("favor", "chunk", chunk) or 0,
-        backend=backend,
+        backend=engines.backend("favor", backend),
     )
 
 
@@ -117,29 +118,30 @@ def _attend_everywhere(
     options: FavorOptions, q: Tensor, k: Tensor, v: Tensor, map: FeatureMap, causal: bool, key_mask: Tensor | None
 ) -> Tensor:
     """No near blocks: any number of queries, padding anywhere."""
-    alive, seen, sink_k, sink_v = key_mask, None, k[:, :, :0], v[:, :, :0]
+    tensors: dict[str, Tensor] = {} if key_mask is None else {"alive": key_mask}
     if options.sinks:
         index = real_index(key_mask, k)
         real = torch.ones_like(index, dtype=torch.bool) if key_mask is None else key_mask
         slots = slots_of(index, real & (index < options.sinks), options.sinks)
-        sink_k, sink_v = (pack(x, slots, options.sinks) for x in (k, v))
-        alive = real & (index >= options.sinks)
+        tensors |= {name: pack(x, slots, options.sinks) for name, x in (("sink_k", k), ("sink_v", v))}
+        tensors["alive"] = real & (index >= options.sinks)
         count = real.cumsum(-1) if causal else real.sum(-1, keepdim=True).expand(-1, q.shape[2])
-        seen = count.clamp(max=options.sinks)
-    return options.run(FavorInputs(q, k, v, sink_k, sink_v, map, alive, None, seen, None, None), causal)[0]
+        tensors["sink_seen"] = count.clamp(max=options.sinks)
+    return favor_operator.favor_attention(q, k, v, map, options, causal=causal, **tensors)[0]
 
 
 def _attend_in_blocks(
     options: FavorOptions, q: Tensor, k: Tensor, v: Tensor, map: FeatureMap, causal: bool, lengths: Tensor | None
 ) -> Tensor:
     """Real tokens come first, `lengths` `[B]` of them (None: all)."""
-    sinks, length = options.sinks, q.shape[2]
+    length = q.shape[2]
+    sinks = min(options.sinks, length)
     index = torch.arange(length, device=q.device)[None]
     total = torch.full_like(index[:, :1], length) if lengths is None else lengths[:, None]
     alive = None if lengths is None and not sinks else (index >= sinks) & (index < total)
     seen = (index + 1 if causal else total.expand(-1, length)).clamp(max=sinks) if sinks else None
-    inputs = FavorInputs(q, k, v, k[:, :, :sinks], v[:, :, :sinks], map, alive, None, seen, None, None)
-    return options.run(inputs, causal)[0]
+    masks, options = {"alive": alive, "sink_seen": seen}, options._replace(sinks=sinks)
+    return favor_operator.favor_attention(q, k, v, map, options, causal=causal, **masks)[0]
 
 
 class FavorAttention(RandomFeatures, Mechanism):
@@ -373,16 +375,10 @@ class FavorAttention(RandomFeatures, Mechanism):
         groups = q.shape[1] // k.shape[1] if weight.shape[0] > 1 else 1
         phi_q = trigonometric_features(x, weight.repeat_interleave(groups, 0))
         phi_k = trigonometric_features(y, weight)
-        far = (None, None) if state is None else (state.far_max, state.far_sum)
-        inputs = LinearInputs(phi_q, phi_k, v.to(dtype), None, self._trigonometric_log_weight(y), key_mask, *far)
-        out, far_max, far_sum = ops.linear_attention(
-            *(inputs,),
-            feature_map="identity",
-            causal=causal,
-            root=1.0,
-            chunk=self.options.chunk,
-            backend=self.options.backend,
-        )
+        far = {} if state is None else {"far_max": state.far_max, "far_sum": state.far_sum}
+        others = {"log_weight": self._trigonometric_log_weight(y), "alive": key_mask, **far}
+        options = LinearOptions("identity", root=1.0, chunk=self.options.chunk, backend=self.options.backend)
+        out, far_max, far_sum = linear_attention(phi_q, phi_k, v.to(dtype), options, causal=causal, **others)
         return out.to(q.dtype), far_max, far_sum
 
 

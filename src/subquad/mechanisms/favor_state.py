@@ -5,7 +5,7 @@ as they are, and folds a block away when a new one begins. Sequences of one batc
 """
 
 import functools
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,17 +15,20 @@ from subquad.checks import states
 from subquad.errors import SubquadError
 from subquad.features import FeatureMap
 from subquad.features.buffers import LayerFeatures
-from subquad.kernels import compensated, ops
+from subquad.kernels import compensated, engines
+from subquad.kernels.blocks import with_ones
 from subquad.kernels.compensated import Total, scaled_low
-from subquad.kernels.cpu.step import favor_step
-from subquad.kernels.engines import step_engine, takes_plain_step
-from subquad.kernels.favor import FavorInputs
+from subquad.kernels.cpu.step import takes_plain_step
+from subquad.kernels.favor import native
+from subquad.kernels.favor.inputs import FavorOptions
+from subquad.kernels.favor.logs import LogFeatures, half_square
+from subquad.kernels.favor.operator import favor_attention
 from subquad.kernels.favor.problem import normalise, references
-from subquad.kernels.logs import LogFeatures, half_square
 from subquad.kernels.problem import DEAD, FLOOR
-from subquad.kernels.tiles import with_ones
 from subquad.mechanism import State, repeat_heads
 from subquad.mechanisms.packing import pack, put, slots_of, unpack
+
+PAST = ("sink_k", "sink_v", "far_max", "far_sum")  # tensors of a state that the engines take as they are
 
 
 class FavorState(NamedTuple):
@@ -48,26 +51,6 @@ class FavorState(NamedTuple):
     def with_far(self, far_max: Tensor, far_sum: Tensor) -> "FavorState":
         """After several tokens at once."""
         return self._replace(far_max=far_max, far_sum=far_sum, far_low=scaled_low(self.far_low, self.far_max, far_max))
-
-
-class FavorOptions(NamedTuple):
-    near: int
-    sinks: int
-    gaussian: bool
-    scale: float
-    chunk: int
-    backend: str
-
-    def run(self, inputs: FavorInputs, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.favor_attention(
-            *(inputs,),
-            near=self.near,
-            causal=causal,
-            scale=self.scale,
-            gaussian=self.gaussian,
-            chunk=self.chunk,
-            backend=self.backend,
-        )
 
 
 def map_heads(map: FeatureMap, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,8 +96,9 @@ def extend(
     if q.shape[2] == 1:
         checks.no_transforms(q, k, v)
         tensors = (k, v, *state, map.query, map.key, map.key_bias, map.offset_weight, map.offset_bias)
-        if step_engine("favor", options.backend, q, *tensors) == "cpu":
-            return _native_step(options, q, k, v, map, state, None if key_mask is None else key_mask[:, 0])
+        if step := engines.step_of("favor", options.backend, q, *tensors):
+            out, new = step(q, k, v, map, None if key_mask is None else key_mask[:, 0], state, options)
+            return out, FavorState(**new)
     real = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
     if q.shape[2] == 1:
         return _Step(options, map, state, real[:, 0]).extend(q, k, v)
@@ -125,9 +109,8 @@ def extend(
         return _extend_blocks(options, q, k, v, map, state, real)
     seen = (index + 1).clamp(max=options.sinks) if options.sinks else None
     alive = real & (index >= options.sinks)
-    far = state.far_max, state.far_sum
-    inputs = FavorInputs(q, k, v, state.sink_k, state.sink_v, map, alive, None, seen, *far)
-    out, far_max, far_sum = options.run(inputs, causal=True)
+    kept = {name: getattr(state, name) for name in PAST}
+    out, far_max, far_sum = favor_attention(q, k, v, map, options, causal=True, alive=alive, sink_seen=seen, **kept)
     return out, state.with_far(far_max, far_sum)._replace(length=state.length + real.sum(-1))
 
 
@@ -141,22 +124,10 @@ def plain_step(
     if feature_map.query.shape[0] not in (1, k.shape[1]):
         return None
     try:
-        return _native_step(options, q, k, v, feature_map, cast(FavorState, state), None)
+        out, new = native.step(q, k, v, feature_map, None, state, options)
     except SubquadError:
         return None
-
-
-def _native_step(
-    options: FavorOptions,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    map: FeatureMap,
-    state: FavorState,
-    real: Tensor | None,
-) -> tuple[Tensor, FavorState]:
-    how = {"near": options.near, "sinks": options.sinks, "root": options.scale**0.5, "gaussian": options.gaussian}
-    return favor_step(q, k, v, map, real, state, **how)
+    return out, FavorState(**new)
 
 
 def _extend_blocks(
@@ -187,11 +158,10 @@ def _extend_blocks(
     current = end // block  # the block that stays unfinished
     fold = alive & (slot // block <= current[:, None] - 2)
     seen = (index + 1).clamp(0, options.sinks) if options.sinks else None
-    inputs = FavorInputs(
-        pack(q, slots, length),
-        *(line_k, line_v, state.sink_k, state.sink_v, map, alive, fold, seen, state.far_max, state.far_sum),
-    )
-    out, far_max, far_sum = options.run(inputs, causal=True)
+    past = {name: getattr(state, name) for name in PAST}
+    masks = {"alive": alive, "fold": fold, "sink_seen": seen}
+    line = pack(q, slots, length), line_k, line_v
+    out, far_max, far_sum = favor_attention(*line, map, options, causal=True, **masks, **past)
     kept = ((current - 1) * block)[:, None] + torch.arange(2 * block, device=q.device)
     kept = slots_of(kept, kept < end[:, None], length)
     state = state.with_far(far_max, far_sum)._replace(

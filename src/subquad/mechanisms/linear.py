@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,16 +13,18 @@ from subquad.errors import SubquadError
 from subquad.features.draws import check_coupling, gaussian_rows
 from subquad.features.elementwise import ELEMENTWISE, at_least_tiny, by_largest, without_tiny
 from subquad.features.positive import FeatureMap
-from subquad.kernels import compensated, ops
+from subquad.kernels import compensated, engines
+from subquad.kernels.blocks import with_ones
 from subquad.kernels.compensated import Total, scaled_low
-from subquad.kernels.cpu.step import favor_step, linear_step
-from subquad.kernels.engines import step_engine, takes_plain_step
-from subquad.kernels.favor import FavorInputs
-from subquad.kernels.linear import LinearInputs
-from subquad.kernels.logs import project
+from subquad.kernels.cpu.step import takes_plain_step
+from subquad.kernels.favor.inputs import FavorOptions
+from subquad.kernels.favor.operator import favor_attention
+from subquad.kernels.linear import native
+from subquad.kernels.linear import operator as linear_operator
+from subquad.kernels.linear.inputs import LinearOptions
 from subquad.kernels.precision import without_autocast
 from subquad.kernels.problem import FLOOR
-from subquad.kernels.tiles import with_ones
+from subquad.kernels.projection import project
 from subquad.mechanism import (
     Mechanism,
     RandomFeatures,
@@ -85,27 +87,30 @@ def linear_attention(
     """
     checks.qkv("linear", q, k, v)
     checks.key_mask("linear", key_mask, k)
-    checks.backend("linear", backend)
+    engines.backend("linear", backend)
     checks.causal_lengths("linear", causal, q, k)
     if projection is not None:
         checks.projection("linear", projection, k)
     elif scale is not None:
         raise checks.only_with_projection("scale")
     root = 1.0 if projection is None else checks.scale("linear", scale, q.shape[-1]) ** 0.5
-    phi = _Phi(feature_map, projection, root, checks.optional_count("linear", "chunk", chunk) or 0, backend)
+    options = _options(feature_map, root, checks.optional_count("linear", "chunk", chunk), backend)
+    phi = _Phi(feature_map, projection, options)
     return phi.attend(q, k, v, causal, key_mask, None)[0]
+
+
+def _options(feature_map: str | PhiFunction, root: float, chunk: int | None, backend: str) -> LinearOptions:
+    if not callable(feature_map) and feature_map not in FEATURE_MAPS:
+        raise checks.not_a_feature_map(feature_map, FEATURE_MAPS)
+    name = "identity" if callable(feature_map) else feature_map  # engines get what a function made of the inputs
+    return LinearOptions(name, root, chunk or 0, backend)
 
 
 class _Phi:
     """A feature map with its projection, and the engine that serves it."""
 
-    def __init__(
-        self, feature_map: str | PhiFunction, projection: Tensor | None, root: float, chunk: int, backend: str
-    ) -> None:
-        if not callable(feature_map) and feature_map not in FEATURE_MAPS:
-            raise checks.not_a_feature_map(feature_map, FEATURE_MAPS)
-        self.feature_map, self.projection, self.root = feature_map, projection, root
-        self.chunk, self.backend = chunk, backend
+    def __init__(self, feature_map: str | PhiFunction, projection: Tensor | None, options: LinearOptions) -> None:
+        self.feature_map, self.projection, self.options = feature_map, projection, options
 
     @property
     def in_log_space(self) -> bool:
@@ -114,7 +119,7 @@ class _Phi:
 
     def argument(self, x: Tensor) -> Tensor:
         """What phi is applied to."""
-        x = x * self.root
+        x = x * self.options.root
         return x if self.projection is None else project(x, _for_heads(self.projection.to(x.dtype), x))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -127,33 +132,36 @@ class _Phi:
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, state: LinearState | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Output, and when causal the state after the last token."""
-        far = (None, None) if state is None else (state.far_max, state.far_sum)
+        tensors = {"alive": key_mask}
+        if state is not None:
+            tensors |= {"far_max": state.far_max, "far_sum": state.far_sum}
         if self.in_log_space:
-            inputs = FavorInputs(q, k, v, k[:, :, :0], v[:, :, :0], self._as_map(k), key_mask, None, None, *far)
-            options = {"near": 0, "scale": self.root**2, "gaussian": False}
-            return ops.favor_attention(inputs, causal=causal, chunk=self.chunk, backend=self.backend, **options)
+            return favor_attention(q, k, v, self._as_map(k), self._as_favor(), causal=causal, **tensors)
         if callable(self.feature_map):
             dtype = torch.promote_types(q.dtype, torch.float32)
             if key_mask is not None:  # the function must not see what a masked key holds
                 k = k.masked_fill(~key_mask[:, None, :, None], 0)
-            inputs = LinearInputs(self(q).to(dtype), self(k).to(dtype), v.to(dtype), None, None, key_mask, *far)
-            options = {"feature_map": "identity", "root": 1.0}
-            out, far_max, far_sum = ops.linear_attention(
-                inputs, causal=causal, chunk=self.chunk, backend=self.backend, **options
+            phi_q, phi_k, values = self(q).to(dtype), self(k).to(dtype), v.to(dtype)
+            options = self.options._replace(root=1.0)
+            out, far_max, far_sum = linear_operator.linear_attention(
+                phi_q, phi_k, values, options, causal=causal, **tensors
             )
             return out.to(q.dtype), far_max, far_sum
-        inputs = LinearInputs(q, k, v, self.projection, None, key_mask, *far)
-        options = {"feature_map": str(self.feature_map), "root": self.root}
-        return ops.linear_attention(inputs, causal=causal, chunk=self.chunk, backend=self.backend, **options)
+        tensors["weight"] = self.projection
+        return linear_operator.linear_attention(q, k, v, self.options, causal=causal, **tensors)
 
-    def native_log_step(
-        self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, state: LinearState
+    def log_step(
+        self, step: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, state: LinearState
     ) -> tuple[Tensor, LinearState]:
-        """One token of the exponential map: FAVOR without near blocks and sinks."""
+        """One token of the exponential map, by an engine's step of FAVOR: there are no near blocks and no sinks."""
         empty_k, empty_v, start = k[:, :, :0], v[:, :, :0], k.new_zeros(k.shape[0], dtype=torch.int64)
         past = FavorState(start, empty_k, empty_v, empty_k, empty_v, *state)
-        out, new = favor_step(q, k, v, self._as_map(k), real, past, near=0, sinks=0, root=self.root, gaussian=False)
-        return out, LinearState(new.far_max, new.far_sum, new.far_low)
+        out, new = step(q, k, v, self._as_map(k), real, past, self._as_favor())
+        return out, LinearState(new["far_max"], new["far_sum"], new["far_low"])
+
+    def _as_favor(self) -> FavorOptions:
+        o = self.options
+        return FavorOptions(near=0, sinks=0, scale=o.root**2, gaussian=False, chunk=o.chunk, backend=o.backend)
 
     def _as_map(self, k: Tensor) -> FeatureMap:
         weight = self.projection
@@ -214,37 +222,36 @@ class LinearAttention(RandomFeatures, Mechanism):
         self.num_heads = checks.optional_count(self.name, "num_heads", num_heads)
         self.coupling = coupling or "orthogonal"
         check_coupling(self.name, self.coupling, self.head_dim)
-        self.chunk = chunk
-        checks.backend(self.name, backend)
-        self.backend = backend
+        engines.backend(self.name, backend)
+        chunk = checks.optional_count(self.name, "chunk", chunk)
         projected = num_features is not None
         for option, value in (("coupling", coupling), ("num_heads", num_heads), ("scale", scale), ("seed", seed)):
             if value is not None and not projected:
                 raise checks.only_with_projection(option)
-        self.root = checks.scale(self.name, scale, head_dim) ** 0.5 if projected else 1.0
+        root = checks.scale(self.name, scale, head_dim) ** 0.5 if projected else 1.0
+        self.options = _options(feature_map, root, chunk, backend)
         self.feature_map = feature_map
         self.seed = seed or 0
         self.register_buffer("weight", self._draw(self.seed) if projected else None)
-        _ = self._phi  # complain about the feature map now
 
     @property
     def chunk(self) -> int | None:
         """Tokens done at once, None to choose; speed only."""
-        return self._chunk
+        return self.options.chunk or None
 
     @chunk.setter
     def chunk(self, value: int | None) -> None:
-        self._chunk = checks.optional_count(self.name, "chunk", value)
+        self.options = self.options._replace(chunk=checks.optional_count(self.name, "chunk", value) or 0)
 
     @property
     def _phi(self) -> _Phi:
-        return _Phi(self.feature_map, self.weight, self.root, self.chunk or 0, self.backend)
+        return _Phi(self.feature_map, self.weight, self.options)
 
     def extra_repr(self) -> str:
         shown = f"head_dim={self.head_dim}, feature_map={self.feature_map!r}"
         if self.num_features is None:
             return shown
-        projection = f"num_features={self.num_features}, coupling={self.coupling!r}, scale={self.root**2:.4g}"
+        projection = f"num_features={self.num_features}, coupling={self.coupling!r}, scale={self.options.root**2:.4g}"
         return f"{shown}, {projection}, num_heads={self.num_heads}"
 
     def redraw(self, seed: int) -> None:
@@ -314,7 +321,7 @@ class LinearAttention(RandomFeatures, Mechanism):
         name = self.feature_map
         if callable(name) or name not in ELEMENTWISE:
             return None
-        if not takes_plain_step(self.backend, q, k, v, state, LinearState):
+        if not takes_plain_step(self.options.backend, q, k, v, state, LinearState):
             return None
         far_max, far_sum, far_low = cast(LinearState, state)
         heads, features = k.shape[:2], self.num_features or self.head_dim
@@ -323,7 +330,7 @@ class LinearAttention(RandomFeatures, Mechanism):
         if far_sum.shape != (*heads, features, v.shape[3] + 1):
             return None
         try:
-            out, far_sum, far_low = linear_step(q, k, v, self.weight, None, far_sum, far_low, name, self.root)
+            out, far_sum, far_low = native.step(q, k, v, self.weight, None, far_sum, far_low, self.options)
         except SubquadError:
             return None
         return out, LinearState(far_max, far_sum, far_low)
@@ -331,8 +338,9 @@ class LinearAttention(RandomFeatures, Mechanism):
     def _native_step(
         self, phi: _Phi, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, key_mask: Tensor | None
     ) -> tuple[Tensor, LinearState] | None:
-        past = () if state is None else state
-        if callable(self.feature_map) or step_engine("linear", self.backend, q, k, v, self.weight, *past) == "torch":
+        past, operation = () if state is None else state, "favor" if phi.in_log_space else "linear"
+        step = engines.step_of(operation, self.options.backend, q, k, v, self.weight, *past)
+        if step is None or callable(self.feature_map):
             return None
         real = None if key_mask is None else key_mask[:, 0]
         if state is None:
@@ -342,9 +350,8 @@ class LinearAttention(RandomFeatures, Mechanism):
             zeros = k.new_zeros(*dims, features, v.shape[-1] + 1, dtype=torch.float32)
             state = LinearState(far_max, zeros, zeros)
         if phi.in_log_space:
-            return phi.native_log_step(q, k, v, real, state)
-        phi_name, far = str(self.feature_map), (state.far_sum, state.far_low)
-        out, far_sum, far_low = linear_step(q, k, v, self.weight, real, *far, phi_name, self.root)
+            return phi.log_step(step, q, k, v, real, state)
+        out, far_sum, far_low = step(q, k, v, self.weight, real, state.far_sum, state.far_low, self.options)
         return out, LinearState(state.far_max, far_sum, far_low)
 
     def _step(

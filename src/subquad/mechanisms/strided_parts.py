@@ -1,6 +1,6 @@
 """The two parts of a Sparse Transformer's attention: near tokens, and the columns that reach all others.
 
-Tensors are `[B, H, T, D]`, real tokens first, padded to whole blocks of the stride. Letters as in `kernels/lines.py`.
+Tensors are `[B, H, T, D]`, real tokens first, padded to whole blocks of the stride. Letters as in `kernels/sparse/lines.py`.
 """
 
 from typing import NamedTuple
@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.kernels.lines import Lines, Part, causal_band, cross, padded, symmetric_band
-from subquad.kernels.sparse import ABSENT_KEY, Rule, merge
+from subquad.kernels.sparse.lines import Lines, Part, causal_band, cross, padded, symmetric_band
+from subquad.kernels.sparse.torch import ABSENT_KEY, Rule, merge
 
 
 class StridedOptions(NamedTuple):

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.checks import states
-from subquad.kernels.lines import padded
-from subquad.kernels.sparse import ABSENT_KEY
+from subquad.kernels.sparse.lines import padded
+from subquad.kernels.sparse.torch import ABSENT_KEY
 from subquad.mechanism import masked_softmax
 from subquad.mechanisms.packing import pack, put, slots_of, unpack
 from subquad.mechanisms.strided_parts import (

@@ -14,9 +14,9 @@ from subquad import checks
 from subquad.checks import states
 from subquad.checks import window as window_checks
 from subquad.kernels.precision import without_autocast
-from subquad.kernels.sparse import ABSENT_KEY, ABSENT_QUERY, merge
+from subquad.kernels.sparse.bands import Band, attend_to_few, band_attention, few_attend
+from subquad.kernels.sparse.torch import ABSENT_KEY, ABSENT_QUERY, merge
 from subquad.mechanism import Mechanism, State, masked_softmax, real_index, repeat_heads
-from subquad.mechanisms.bands import Band, attend_to_few, band_attention, few_attend
 from subquad.mechanisms.packing import pack, put, slots_of, unpack
 
 QKV = tuple[Tensor, Tensor, Tensor]

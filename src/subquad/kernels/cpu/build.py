@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
+SOURCES = "src"  # a folder beside this file
 FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi"),
@@ -42,7 +43,7 @@ def compiler() -> list[str] | None:
 def fingerprint(folder: Path) -> str:
     """Of the sources: a library made from others is not used."""
     digest = hashlib.sha256()
-    for source in sorted(folder.glob("*.[hc]pp")):
+    for source in sorted((folder / SOURCES).glob("*.[hc]pp")):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -51,7 +52,7 @@ def compile_engine(folder: Path, machine: str, command: list[str], extra: tuple[
     """The library in `folder`, or why there is none."""
     library = folder / f"engine_{machine}.so"
     begin = [*command, *FLAGS, f'-DSUBQUAD_SOURCES="{fingerprint(folder)}"', *MACHINES[machine], *extra]
-    end = ["engine.cpp", "-o", library.name]  # relative names: no path of this machine in the library
+    end = [f"{SOURCES}/engine.cpp", "-o", library.name]  # relative names: no path of this machine in the library
     try:
         done = subprocess.run([*begin, *end], cwd=folder, capture_output=True, text=True, check=False)
     except OSError as error:

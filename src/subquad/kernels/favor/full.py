@@ -8,8 +8,8 @@ from torch import Tensor
 from subquad.kernels import compensated
 from subquad.kernels.centre import FarField, Piece, pieces
 from subquad.kernels.compensated import Total, product_over_tokens
-from subquad.kernels.favor.problem import FavorProblem, Gradients, normalise_centred, references
-from subquad.kernels.problem import Saved, Target
+from subquad.kernels.favor.problem import FavorProblem, normalise_centred, references
+from subquad.kernels.problem import Gradients, Saved, Target
 
 
 class FullField:
@@ -67,7 +67,7 @@ class FullField:
             dv = weights @ grad_sum[:, :, None]
             dlogs = weights.mul_(keys.v @ grad_sum[:, :, None].mT)
             dy = self.p.features.keys_backward(keys.y, dlogs)
-            self.p.add_key_gradients(into.k, into.v, first, block, dy, dv)
+            self.p.add_key_gradients(into["k"], into["v"], first, block, dy, dv)
 
     def _read_backward(self, start: int, saved: Saved, field: FarField, into: Gradients) -> Tensor:
         block, blocks = self._shape(start, self.p.length)
@@ -86,5 +86,5 @@ class FullField:
             more, dy, dv = self.p.exact_backward(x, sink_y, sink_v, seen, grad)
             dx += more
             self.p.add_sink_gradients(into, dy, dv)
-        self.p.add_query_gradients(into.q, start, block, dx)
+        self.p.add_query_gradients(into["q"], start, block, dx)
         return grad_sum

@@ -5,55 +5,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.features import FeatureMap
 from subquad.kernels import problem
+from subquad.kernels.blocks import to_blocks, window, with_ones
 from subquad.kernels.centre import FarField, Rows, normalised_rows
-from subquad.kernels.logs import LogFeatures, half_square
+from subquad.kernels.favor.inputs import FavorInputs, FavorOptions
+from subquad.kernels.favor.logs import LogFeatures, half_square
 from subquad.kernels.precision import bounded_
-from subquad.kernels.problem import DEAD, FLOOR, KeyTile, Problem
-from subquad.kernels.tiles import to_blocks, window, with_ones
+from subquad.kernels.problem import DEAD, FLOOR, Gradients, KeyTile, Problem
 
 
-class FavorInputs(NamedTuple):
-    """What the operator takes. `alive`, `fold` `[B or 1, S]` bool, `sink_seen` `[B or 1, T]` int64.
-
-    alive: keys that count, apart from the sinks. fold: those of them that enter the far field (None: all).
-    sink_seen: how many of the sink keys each row sees (None: no sinks).
-    far_max, far_sum: the far field before the first token (None: empty).
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sink_k: Tensor
-    sink_v: Tensor
-    map: FeatureMap
-    alive: Tensor | None
-    fold: Tensor | None
-    sink_seen: Tensor | None
-    far_max: Tensor | None
-    far_sum: Tensor | None
-
-
-class EngineOptions(NamedTuple):
-    near: int
-    causal: bool
-    scale: float
-    gaussian: bool
-    chunk: int
-    borders: bool  # keep what the backward needs
-    engine: str = "torch"
-
-
-class Gradients(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sink_k: Tensor
-    sink_v: Tensor
-
-
-def tile_shape(heads: int, num_features: int, options: EngineOptions) -> tuple[int, int]:
+def tile_shape(heads: int, num_features: int, options: FavorOptions) -> tuple[int, int]:
     """Tokens per block and per tile (whole blocks). Without near blocks, blocks must halve without remainder;
     64 makes the scores of the own block about as dear as the state's."""
     block = options.near or 1 << ((options.chunk or 64).bit_length() - 1)
@@ -63,12 +24,12 @@ def tile_shape(heads: int, num_features: int, options: EngineOptions) -> tuple[i
     return block, max(1, tile // block) * block
 
 
-def within_length(options: EngineOptions, length: int) -> EngineOptions:
+def within_length(options: FavorOptions, length: int) -> FavorOptions:
     """Options that do the same: a chunk that is longer than the sequence is padding. Near blocks are cut by `Sweep`."""
     return options if options.near else options._replace(chunk=min(options.chunk, 1 << (length - 1).bit_length()))
 
 
-def border_count(length: int, heads: int, num_features: int, options: EngineOptions) -> int:
+def border_count(length: int, heads: int, num_features: int, options: FavorOptions) -> int:
     """How many states the forward keeps for the backward."""
     if not options.borders:
         return 0
@@ -79,13 +40,15 @@ def border_count(length: int, heads: int, num_features: int, options: EngineOpti
 
 
 class FavorProblem(Problem):
-    def __init__(self, inputs: FavorInputs, options: EngineOptions, want_map_gradients: bool = False) -> None:
+    def __init__(self, inputs: FavorInputs, options: FavorOptions, want_map: bool = False) -> None:
         super().__init__(inputs.q, inputs.k, inputs.v, inputs.alive, options.scale**0.5)
         options = within_length(options, max(self.length, self.key_length))
         self.inputs, self.options = inputs, options
-        self.features = LogFeatures(inputs.map, self.dtype, options.gaussian, want_map_gradients)
-        self.num_features = inputs.map.num_features
+        self.features = LogFeatures(inputs.feature_map(options), self.dtype, options.gaussian, want_map)
+        self.num_features = inputs.num_features
         self.block, self.tile = tile_shape(self.batch * self.heads, self.num_features, options)
+        assert inputs.sink_k is not None
+        assert inputs.sink_v is not None
         self.sinks = inputs.sink_k.shape[2]
         self.sink_y = bounded_(inputs.sink_k.to(self.dtype) * self.root)
         self.sink_values = with_ones(inputs.sink_v.to(self.dtype))
@@ -135,13 +98,13 @@ class FavorProblem(Problem):
         return dlogits @ y, dy, dv
 
     def new_gradients(self) -> Gradients:
-        tensors = (self.q, self.k, self.v, self.inputs.sink_k, self.inputs.sink_v)
-        return Gradients(*(self.zeros_like(t) for t in tensors))
+        names = ("q", "k", "v", "sink_k", "sink_v")
+        return {name: self.zeros_like(getattr(self.inputs, name)) for name in names}
 
     def add_sink_gradients(self, into: Gradients, dy: Tensor, dv: Tensor) -> None:
         """dy `[B, K, N, sinks, D]`."""
-        into.sink_k.add_(dy.sum(2), alpha=self.root)
-        into.sink_v.add_(dv[..., :-1].sum(2))
+        into["sink_k"].add_(dy.sum(2), alpha=self.root)
+        into["sink_v"].add_(dv[..., :-1].sum(2))
 
 
 class References(NamedTuple):

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.kernels.blocks import to_blocks, window
 from subquad.kernels.centre import FarField, Piece, Rows, merged_rows, pieces
 from subquad.kernels.compensated import Total
-from subquad.kernels.favor.problem import FavorProblem, Gradients, normalise_centred, references
-from subquad.kernels.problem import FLOOR, KeyTile, Saved, Target, between_borders
+from subquad.kernels.favor.problem import FavorProblem, normalise_centred, references
+from subquad.kernels.problem import FLOOR, Gradients, KeyTile, Saved, Target, between_borders
 from subquad.kernels.scan import running_maxima, scan, scan_backward
-from subquad.kernels.tiles import to_blocks, window
 
 # A row's sum below this is recomputed: its terms are exp() of arguments so large that float32 rounds them visibly.
 CERTIFICATE = 1e-8
@@ -221,13 +221,11 @@ class Sweep:
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
-    def backward(
-        self, saved: Saved, borders_max: Tensor, borders_sum: Tensor, grad_final: Tensor | None, into: Gradients
-    ) -> Tensor:
-        """Adds all gradients; returns that of the initial state."""
-        grad_state = Total.of(torch.zeros_like(borders_sum[0, :, :, :-1]) if grad_final is None else grad_final)
-        for i, segment in reversed(list(enumerate(self.segments()))):
-            states = [FarField.from_border(borders_max[i], borders_sum[i])]
+    def backward(self, saved: Saved, first_border: int, into: Gradients) -> Tensor:
+        """Adds all gradients; returns that of the initial state. first_border: of this sweep among the saved ones."""
+        grad_state = saved.last_state_gradient()
+        for i, segment in reversed(list(enumerate(self.segments(), first_border))):
+            states = [FarField.from_border(saved.borders_max[i], saved.borders_sum[i])]
             for piece, following in pairwise(segment):
                 state = self._fold(piece.start, self.block, piece.blocks(self.block), states[-1]).final
                 states.append(state.recentred() if following.recentres else state)
@@ -265,9 +263,9 @@ class Sweep:
             dv += own[2]
         dx = self.p.features.queries_backward(tile.x, dlogs.mul_(weights))
         dy = self.p.features.keys_backward(tile.keys.y[:, :, :blocks], key_dlogs.mul_(tile.folded.weights))
-        self.p.add_key_gradients(into.k, into.v, tile.keys.first, block, dy, dv)
+        self.p.add_key_gradients(into["k"], into["v"], tile.keys.first, block, dy, dv)
         dx = self._exact_backward(tile, lognorm, grad, dx, into)
-        self.p.add_query_gradients(into.q, start, block, dx)
+        self.p.add_query_gradients(into["q"], start, block, dx)
         return grad_state
 
     def _too_large(self, tile: Tile, lognorm: Tensor) -> bool:
@@ -304,5 +302,5 @@ class Sweep:
         for shift in self._neighbours(tile):
             part = slice(sinks + shift * block, sinks + (shift + 1) * block)
             first = tile.keys.first + shift * block
-            self.p.add_key_gradients(into.k, into.v, first, block, dy[..., part, :], dv[..., part, :])
+            self.p.add_key_gradients(into["k"], into["v"], first, block, dy[..., part, :], dv[..., part, :])
         return dx + more

@@ -13,7 +13,7 @@ struct Array {
   int64_t batch, head, token;
 };
 
-// Letters as in tiles.py. Pointers may be null where a field says so.
+// Letters as in blocks.py. Pointers may be null where a field says so.
 struct Problem {
   int32_t dtype, kind, rule, rule_groups;
   int32_t batch, key_heads, groups, map_heads;  // groups: query heads per key head

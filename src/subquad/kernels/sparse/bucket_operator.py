@@ -5,10 +5,11 @@ from typing import Any
 from torch import Tensor
 
 from subquad import checks
-from subquad.kernels import arguments, buckets
-from subquad.kernels.buckets import Options, Problem
-from subquad.kernels.ops import grad_or_zeros, make_operator, refuse_double_backward
-from subquad.kernels.sparse import log_dtype
+from subquad.kernels import arguments
+from subquad.kernels.operator import grad_or_zeros, make_operator, refuse_double_backward
+from subquad.kernels.sparse import buckets
+from subquad.kernels.sparse.buckets import Options, Problem
+from subquad.kernels.sparse.torch import log_dtype
 
 _ARGUMENTS = "Tensor q, Tensor k, Tensor v, Tensor q_code, Tensor k_code, bool causal, float scale, int tile"
 _TENSORS = 5

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.kernels import sparse
-from subquad.kernels.groups import Groups, group, meetings
-from subquad.kernels.sparse import ABSENT_KEY, ABSENT_QUERY, UNLIMITED, Inputs, Pairs, Rule
+from subquad.kernels.sparse import torch as sparse
+from subquad.kernels.sparse.groups import Groups, group, meetings
+from subquad.kernels.sparse.torch import ABSENT_KEY, ABSENT_QUERY, UNLIMITED, Inputs, Pairs, Rule
 
 
 class Options(NamedTuple):

@@ -12,59 +12,24 @@ from torch import Tensor
 
 from subquad.features.elementwise import ELEMENTWISE, at_least_tiny
 from subquad.kernels import compensated, problem
+from subquad.kernels.blocks import add_window, from_blocks, to_blocks, window
 from subquad.kernels.centre import FarField, Piece, normalised_rows, pieces
 from subquad.kernels.compensated import Total
-from subquad.kernels.logs import project, unproject, weight_gradient
-from subquad.kernels.problem import DEAD, FLOOR, NOWHERE, KeyTile, Problem, Saved, Target, between_borders
+from subquad.kernels.linear.inputs import LinearInputs, LinearOptions
+from subquad.kernels.problem import (
+    DEAD,
+    FLOOR,
+    NOWHERE,
+    Gradients,
+    KeyTile,
+    Outputs,
+    Problem,
+    Saved,
+    Target,
+    between_borders,
+)
+from subquad.kernels.projection import project, unproject, weight_gradient
 from subquad.kernels.scan import running_maxima, scan, scan_backward
-from subquad.kernels.tiles import add_window, from_blocks, to_blocks, window
-
-
-class LinearInputs(NamedTuple):
-    """weight `[K or 1, M, D]` projects queries and keys first; log_weight `[B, K, S]`; alive `[B or 1, S]` bool.
-
-    far_max `[B, K, 1]` and far_sum `[B, K, M, Dv + 1]`: the state before the first token.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    weight: Tensor | None
-    log_weight: Tensor | None
-    alive: Tensor | None
-    far_max: Tensor | None
-    far_sum: Tensor | None
-
-
-class LinearOptions(NamedTuple):
-    feature_map: str
-    causal: bool
-    root: float
-    chunk: int
-    borders: bool  # keep what the backward needs
-    engine: str = "torch"
-
-
-class LinearOutputs(NamedTuple):
-    """Output `[B, H, T, Dv]`, normaliser `[B, H, T]`, what rounding left out of the output (empty where nothing needs
-    it), states at tile borders (sum `[N, B, K, M + 1, V]`, whose last row is the centre) and after the last token."""
-
-    out: Tensor
-    normaliser: Tensor
-    low: Tensor
-    borders_max: Tensor
-    borders_sum: Tensor
-    far_max: Tensor
-    far_sum: Tensor
-
-
-class LinearGradients(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    weight: Tensor
-    log_weight: Tensor
-    far_sum: Tensor
 
 
 def tile_shape(heads: int, num_features: int, chunk: int) -> tuple[int, int]:
@@ -80,20 +45,13 @@ def border_count(length: int, heads: int, num_features: int, options: LinearOpti
     return problem.border_count(length, tile, num_features) if options.causal else 1
 
 
-def forward(inputs: LinearInputs, options: LinearOptions) -> LinearOutputs:
+def forward(inputs: LinearInputs, options: LinearOptions) -> Outputs:
     return _Engine(inputs, options).forward()
 
 
-def backward(
-    inputs: LinearInputs,
-    options: LinearOptions,
-    saved: Saved,
-    borders_max: Tensor,
-    borders_sum: Tensor,
-    grad_far_sum: Tensor | None,
-    want_weight: bool = True,
-) -> LinearGradients:
-    return _Engine(inputs, options, want_weight).backward(saved, borders_max, borders_sum, grad_far_sum)
+def backward(inputs: LinearInputs, options: LinearOptions, saved: Saved, want_map: bool) -> Gradients:
+    """Of all inputs that have one; of the projection if asked, of `far_sum` if causal."""
+    return _Engine(inputs, options, want_map).backward(saved)
 
 
 class _Keys(NamedTuple):
@@ -132,16 +90,16 @@ class _OwnGradients(NamedTuple):
 
 
 class _Engine:
-    def __init__(self, inputs: LinearInputs, options: LinearOptions, want_weight: bool = False) -> None:
-        self.inputs, self.options, self.want_weight = inputs, options, want_weight
+    def __init__(self, inputs: LinearInputs, options: LinearOptions, want_map: bool = False) -> None:
+        self.inputs, self.options, self.want_map = inputs, options, want_map
         self.p = Problem(inputs.q, inputs.k, inputs.v, inputs.alive, options.root)
         self.map = ELEMENTWISE[options.feature_map]
         self.weight = None if inputs.weight is None else inputs.weight.to(self.p.dtype)
-        self.num_features = inputs.k.shape[-1] if self.weight is None else self.weight.shape[1]
+        self.num_features = inputs.num_features
         chunk = min(options.chunk, max(self.p.length, self.p.key_length))  # a longer one is padding
         self.block, self.tile = tile_shape(self.p.batch * self.p.heads, self.num_features, chunk)
 
-    def forward(self) -> LinearOutputs:
+    def forward(self) -> Outputs:
         p = self.p
         target = p.new_target((), self.options.borders)
         state = self._initial_state()
@@ -163,29 +121,25 @@ class _Engine:
         final = (state.max, state.plain_sum())
         final = (s.clone() if self.options.causal else s.new_empty(0) for s in final)
         out = target.out.to(p.q.dtype)
-        return LinearOutputs(out, target.normaliser, target.low, borders_max, borders_sum, *final)
+        return Outputs(out, target.normaliser, target.low, borders_max, borders_sum, *final)
 
-    def backward(
-        self, saved: Saved, borders_max: Tensor, borders_sum: Tensor, grad_final: Tensor | None
-    ) -> LinearGradients:
+    def backward(self, saved: Saved) -> Gradients:
         inputs = self.inputs
-        into = LinearGradients(
-            *(self.p.zeros_like(t) for t in (inputs.q, inputs.k, inputs.v)),
-            weight=borders_sum.new_zeros(0) if self.weight is None else torch.zeros_like(self.weight),
-            log_weight=borders_sum.new_zeros(0) if inputs.log_weight is None else self.p.zeros_like(inputs.log_weight),
-            far_sum=borders_sum.new_zeros(0),
-        )
-        grad_state = Total.of(torch.zeros_like(borders_sum[0, :, :, :-1]) if grad_final is None else grad_final)
+        names = ("q", "k", "v") if inputs.log_weight is None else ("q", "k", "v", "log_weight")
+        into = {name: self.p.zeros_like(getattr(inputs, name)) for name in names}
+        if self.weight is not None:
+            into["weight"] = torch.zeros_like(self.weight)
+        grad_state = saved.last_state_gradient()
         if self.options.causal:
             for i, segment in reversed(list(enumerate(self._segments()))):
-                states = [FarField.from_border(borders_max[i], borders_sum[i])]
+                states = [FarField.from_border(saved.borders_max[i], saved.borders_sum[i])]
                 for piece, following in pairwise(segment):
                     state = self._open(piece, states[-1]).final
                     states.append(state.recentred() if following.recentres else state)
                 for piece, state in reversed(list(zip(segment, states, strict=True))):
                     grad_state = self._backward_tile(piece, state, saved, grad_state, into)
-            return into._replace(far_sum=grad_state.high)
-        field = FarField.from_border(borders_max[0], borders_sum[0])
+            return into | {"far_sum": grad_state.high}
+        field = FarField.from_border(saved.borders_max[0], saved.borders_sum[0])
         for piece in self._whole_tiles(self.p.length):
             reads, _ = self._read_backward(piece, _Read(field.sum[:, :, None], field.centre), None, saved, into)
             grad_state = compensated.add(grad_state, reads.sum(2))
@@ -271,7 +225,7 @@ class _Engine:
         self.p.put_rows(target, piece.start, self.block, rows, total[..., 0])
 
     def _read_backward(
-        self, piece: Piece, read: _Read, own: _Keys | None, saved: Saved, into: LinearGradients
+        self, piece: Piece, read: _Read, own: _Keys | None, saved: Saved, into: Gradients
     ) -> tuple[Tensor, "_OwnGradients | None"]:
         """Adds the queries' gradients; returns those of the states, and of the own block's keys."""
         x, projected, phi, size = self._queries(piece)
@@ -293,7 +247,7 @@ class _Engine:
             dweights += dscores @ own.phi
             own_gradients = _OwnGradients(dscores.mT @ weights, dvalues, dlog_weight)
         dprojected = dweights.mul_(self.map.slope(projected, phi) / size)
-        self.p.add_query_gradients(into.q, piece.start, self.block, self._unproject(x, dprojected, into))
+        self.p.add_query_gradients(into["q"], piece.start, self.block, self._unproject(x, dprojected, into))
         return reads, own_gradients
 
     def _row_factors(self, own: _Keys) -> tuple[Tensor | None, Tensor | None]:
@@ -314,36 +268,32 @@ class _Engine:
         scores = self.p.causal_scores(weights @ own.phi.mT, self.block)
         return scores if factor is None else scores.mul_(factor)
 
-    def _backward_tile(
-        self, piece: Piece, state: FarField, saved: Saved, grad_state: Total, into: LinearGradients
-    ) -> Total:
+    def _backward_tile(self, piece: Piece, state: FarField, saved: Saved, grad_state: Total, into: Gradients) -> Total:
         tile = self._open(piece, state)
         reads, own = self._read_backward(piece, tile.read, tile.keys, saved, into)
         grad_updates, grad_state = scan_backward(reads, tile.decay, grad_state)
         self._keys_backward(tile.keys, grad_updates, own, into)
         return grad_state
 
-    def _keys_backward(
-        self, keys: _Keys, grad_updates: Tensor, own: "_OwnGradients | None", into: LinearGradients
-    ) -> None:
+    def _keys_backward(self, keys: _Keys, grad_updates: Tensor, own: "_OwnGradients | None", into: Gradients) -> None:
         tile = keys.tile
         dweights, dvalues = tile.v @ grad_updates.mT, keys.weights @ grad_updates
         if self.inputs.log_weight is not None:
             dlog_weight = (dweights * keys.weights).sum(-1)
             if own is not None:
                 dlog_weight += own.log_weight
-            add_window(into.log_weight, tile.first, from_blocks(dlog_weight, self.block))
+            add_window(into["log_weight"], tile.first, from_blocks(dlog_weight, self.block))
         dphi = dweights if keys.factor is None else dweights.mul_(keys.factor)
         if own is not None:
             dphi += own.phi
             dvalues += own.values
         dprojected = dphi.mul_(self.map.slope(keys.projected, keys.phi))
         dy = self._unproject(tile.y, dprojected, into)
-        self.p.add_key_gradients(into.k, into.v, tile.first, self.block, dy, dvalues)
+        self.p.add_key_gradients(into["k"], into["v"], tile.first, self.block, dy, dvalues)
 
-    def _unproject(self, x: Tensor, grad: Tensor, into: LinearGradients) -> Tensor:
+    def _unproject(self, x: Tensor, grad: Tensor, into: Gradients) -> Tensor:
         if self.weight is None:
             return grad
-        if self.want_weight:
-            into.weight.add_(weight_gradient(grad, x, self.weight))
+        if self.want_map:
+            into["weight"].add_(weight_gradient(grad, x, self.weight))
         return unproject(grad, self.weight)

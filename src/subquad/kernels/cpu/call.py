@@ -1,5 +1,6 @@
-"""One attention problem as the C++ engine wants it."""
+"""Calls of the C++ engine: one attention problem as it wants it, and the tensors that it fills."""
 
+import ctypes
 import functools
 import math
 
@@ -7,9 +8,13 @@ import torch
 from torch import Tensor
 
 from subquad.checks import engine as checks
+from subquad.kernels.centre import LOW
 from subquad.kernels.cpu import gate, library
 from subquad.kernels.cpu.gate import TILE, Plan
-from subquad.kernels.cpu.library import DTYPES, Library
+from subquad.kernels.cpu.library import DTYPES, Backward, Forward, Library, Problem, Step
+from subquad.kernels.favor.inputs import FavorInputs
+from subquad.kernels.linear.inputs import LinearInputs
+from subquad.kernels.problem import Gradients, Outputs, Saved, keeps_low
 
 RULES = ("none", "norm", "groups")
 KINDS = ("exp", "elu1", "relu", "softplus", "relu2", "identity")
@@ -125,3 +130,71 @@ def mask(tensor: Tensor | None, batch: int) -> Tensor | None:
     if tensor is None:
         return None
     return tensor.expand(batch if batch > 1 else tensor.shape[0], -1).contiguous()
+
+
+def run_forward(plan: Plan, given: Problem, q: Tensor, borders: int) -> Outputs:
+    """borders: how many states are kept for the backward."""
+    logarithmic, causal = given.kind == KINDS.index("exp"), bool(given.causal)
+    features, values = given.num_features, given.value_dim + 1
+    heads, rows = (given.batch, given.key_heads), q.shape[:3]
+
+    def new(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+    def maxima(*shape: int) -> Tensor:
+        """Those of linear attention are all zero, and C++ does not write them."""
+        return new(*shape, features) if logarithmic else new(*shape, 1).zero_()
+
+    out = new(*rows, given.value_dim)
+    made = Outputs(
+        out,
+        normaliser=new(*rows, 2) if logarithmic else new(*rows),
+        low=torch.empty(out.shape if keeps_low(q, borders > 0) else 0, dtype=LOW, device="cpu"),
+        borders_max=maxima(borders, *heads),
+        borders_sum=new(borders, *heads, features + 1, values),
+        far_max=maxima(*heads) if causal else new(0),
+        far_sum=new(*heads, features, values) if causal else new(0),
+    )
+    filled = plan.fill(Forward(), **{name: t if t.numel() else None for name, t in made._asdict().items()})
+    engine().forward(ctypes.byref(given), ctypes.byref(filled))
+    return made._replace(out=out.to(q.dtype))
+
+
+def run_backward(
+    plan: Plan, given: Problem, inputs: FavorInputs | LinearInputs, saved: Saved, added: Gradients
+) -> Gradients:
+    """Of q, k and v in float32, of the first state if there is one, and `added`, to be filled: of sinks and map."""
+    made = {name: torch.empty(getattr(inputs, name).shape, dtype=torch.float32, device="cpu") for name in "qkv"}
+    if inputs.far_sum is not None:
+        made["far_sum"] = torch.empty(inputs.far_sum.shape, dtype=torch.float32, device="cpu")
+    filled = plan.fill(
+        Backward(),
+        grad_out=dense_rows(saved.grad_out),
+        out=dense_rows(saved.out),
+        normaliser=float32(saved.normaliser),
+        low=saved.low,
+        borders_max=float32(saved.borders_max),
+        borders_sum=float32(saved.borders_sum),
+        last_far_sum=float32(saved.grad_far_sum),
+        **made,
+        **{name: grad if grad.numel() else None for name, grad in added.items()},
+    )
+    engine().backward(ctypes.byref(given), ctypes.byref(filled))
+    return made | added
+
+
+def run_step(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    root: float,
+    maps: dict[str, Tensor | None],
+    fields: dict[str, Tensor | None],
+) -> Tensor:
+    """One token for every sequence. maps: of the feature map; fields: those of `Step` but the output, which is made."""
+    given = plan.problem(root, True, q=dense_rows(q), k=dense_rows(k), v=dense_rows(v), **maps)
+    out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32, device="cpu")
+    filled = plan.fill(Step(), out=out, **fields)
+    engine().step(ctypes.byref(given), ctypes.byref(filled))
+    return out if q.dtype is torch.float32 else out.to(q.dtype)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.kernels.sparse import ABSENT_KEY, ABSENT_QUERY, UNLIMITED, Pairs, Rule
-from subquad.kernels.sparse_ops import sparse_attention
+from subquad.kernels.sparse.operator import sparse_attention
+from subquad.kernels.sparse.torch import ABSENT_KEY, ABSENT_QUERY, UNLIMITED, Pairs, Rule
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 64, 16
 

@@ -1,13 +1,14 @@
-"""The engine of `sparse.py` as a torch operator, with its own gradients."""
+"""The engine of `torch.py` as a torch operator, with its own gradients."""
 
 from typing import Any
 
 from torch import Tensor
 
 from subquad import checks
-from subquad.kernels import arguments, sparse
-from subquad.kernels.ops import grad_or_zeros, make_operator, refuse_double_backward
-from subquad.kernels.sparse import Inputs, Pairs, Rule
+from subquad.kernels import arguments
+from subquad.kernels.operator import grad_or_zeros, make_operator, refuse_double_backward
+from subquad.kernels.sparse import torch as sparse
+from subquad.kernels.sparse.torch import Inputs, Pairs, Rule
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, "

@@ -1,4 +1,4 @@
-"""Attention along lines: queries meet keys of their own line only. Cuts lines into tiles of the engine in `sparse.py`.
+"""Attention along lines: queries meet keys of their own line only. Cuts lines into tiles of the engine in `torch.py`.
 
 Letters: X lines, G query heads per key head, M queries and S keys of a line, N tiles of C queries, J blocks of E keys.
 """
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subquad.kernels.sparse import ABSENT_KEY, Pairs, Rule
-from subquad.kernels.sparse_ops import sparse_attention
+from subquad.kernels.sparse.operator import sparse_attention
+from subquad.kernels.sparse.torch import ABSENT_KEY, Pairs, Rule
 
 LARGEST, SMALLEST = 64, 16  # tokens of a tile: larger ones meet more keys in vain, smaller ones make small products
 NOBODY = -1

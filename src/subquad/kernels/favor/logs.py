@@ -3,49 +3,19 @@
 Shapes: x `[B, K, ..., D]`, weight `[K or 1, M, D]`, logs `[B, K, ..., M]`, per-token scalars `[B, K, ...]`.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from subquad.features import FeatureMap
-
-
-def project(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T`, head by head where the weight has heads."""
-    if weight.shape[0] == 1:
-        return x @ weight[0].mT
-    return (x.flatten(2, -2) @ weight.mT).unflatten(2, x.shape[2:-1])
-
-
-def unproject(grad: Tensor, weight: Tensor) -> Tensor:
-    """Gradient of `project(x, weight)` for x."""
-    if weight.shape[0] == 1:
-        return grad @ weight[0]
-    return (grad.flatten(2, -2) @ weight).unflatten(2, grad.shape[2:-1])
-
-
-def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Gradient of `project(x, weight)` for the weight."""
-    if weight.shape[0] == 1:
-        return (grad.flatten(0, -2).mT @ x.flatten(0, -2))[None]
-    return (grad.flatten(2, -2).mT @ x.flatten(2, -2)).sum(0)
+from subquad.kernels.favor.inputs import MAP_TENSORS
+from subquad.kernels.problem import Gradients
+from subquad.kernels.projection import project, unproject, weight_gradient
 
 
 def sum_to_heads(grad: Tensor, heads: int) -> Tensor:
     """Sums `[B, K, ..., M]` to `[heads or 1, M]`."""
     summed = grad.flatten(2, -2).sum((0, 2))
     return summed if heads > 1 else summed.sum(0, keepdim=True)
-
-
-class MapGradients(NamedTuple):
-    """Accumulators shaped like the tensors of a `FeatureMap`; empty where a tensor is absent."""
-
-    query: Tensor
-    key: Tensor
-    key_bias: Tensor
-    offset_weight: Tensor
-    offset_bias: Tensor
 
 
 class LogFeatures:
@@ -60,10 +30,9 @@ class LogFeatures:
         # log-weight of a key = -norms * |y|^2 / 2: once for random features, once for the Gaussian kernel.
         self.query_norms = float(self.rule == "norm")
         self.key_norms = self.query_norms + gaussian
-        self.gradients = None
+        self.gradients: Gradients | None = None
         if want_gradients:
-            tensors = (self.query, self.key, self.key_bias, self.offset_weight, self.offset_bias)
-            self.gradients = MapGradients(*(torch.zeros_like(t) for t in tensors))
+            self.gradients = {name: torch.zeros_like(getattr(self, name)) for name in MAP_TENSORS}
 
     def of_queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Logs `[..., M]`, and a scalar per row that stays apart: within one row it is common to all features."""
@@ -91,19 +60,19 @@ class LogFeatures:
         if self.offset_weight.numel():
             dx += row[..., None] * _per_head(self.offset_weight, x)
         if self.gradients is not None:
-            self.gradients.query.add_(weight_gradient(grad, x, self.query))
+            self.gradients["query"].add_(weight_gradient(grad, x, self.query))
             if self.offset_weight.numel():
-                self.gradients.offset_weight.add_(sum_to_heads(row[..., None] * x, self.offset_weight.shape[0]))
-                self.gradients.offset_bias.add_(sum_to_heads(row[..., None], self.offset_bias.shape[0])[:, 0])
+                self.gradients["offset_weight"].add_(sum_to_heads(row[..., None] * x, self.offset_weight.shape[0]))
+                self.gradients["offset_bias"].add_(sum_to_heads(row[..., None], self.offset_bias.shape[0])[:, 0])
         return dx
 
     def keys_backward(self, y: Tensor, grad: Tensor) -> Tensor:
         row = grad.sum(-1)
         if self.gradients is not None:
-            self.gradients.key_bias.add_(sum_to_heads(grad, self.key_bias.shape[0]))
+            self.gradients["key_bias"].add_(sum_to_heads(grad, self.key_bias.shape[0]))
         dy = unproject(self._grouped_backward(y, self.key, grad), self.key)
         if self.gradients is not None:
-            self.gradients.key.add_(weight_gradient(grad, y, self.key))
+            self.gradients["key"].add_(weight_gradient(grad, y, self.key))
         return dy.addcmul_(y, row[..., None], value=-self.key_norms)
 
     def _grouped(self, logs: Tensor) -> Tensor:

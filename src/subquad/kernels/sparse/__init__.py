@@ -1,0 +1,1 @@
+"""Exact attention to some of the keys: windows, strides, hash buckets, clusters."""
