@@ -1,9 +1,7 @@
 """`subquad.calibrate`: layers alone and in models, drawn and learned features, what it refuses."""
 
 import copy
-import gc
 import json
-import weakref
 from collections import UserDict
 from pathlib import Path
 from typing import Any
@@ -16,18 +14,18 @@ import subquad
 from fitted import brief
 from subquad import FavorAttention
 from subquad.calibration import CalibrationReport, LayerReport, training
-from subquad.calibration.errors import head_errors
 from subquad.calibration.fitting import split
-from subquad.calibration.heads import Heads, collect
-from subquad.calibration.moments import far_pairs
 from subquad.calibration.training import _far_mass, start_features, train_features
 from subquad.errors import CalibrationError, UncalibratedWarning
 from subquad.features import Proposal
 from subquad.features.learned import SHARPNESS, SoftmaxFeatures
 from subquad.features.positive import draw_rows
 from subquad.models import SubquadConfig, SubquadForCausalLM
+from subquad.recording.calls import Call
+from subquad.recording.fidelity import ExactOutputs
+from subquad.recording.pairs import far_pairs
+from subquad.recording.record import Recording
 from subquad.testing import assert_close
-from tiny_hugging_face import bert
 
 D, LENGTH = 16, 96
 
@@ -57,15 +55,16 @@ def test_features_get_better_on_batches_that_were_held_out(estimator: str, near:
     assert report.held_out
     assert report.mean_after < 0.85 * report.mean_before, str(report)
     assert attention.estimator == estimator
-    held = collect(attention, batches()[-1:], op="test", exact=True)[0].heads
-    assert_close(head_errors(attention, held), torch.tensor(report.layers[0].after).double(), 1e-6, "reported errors")
+    (held,) = Recording(attention, batches()[-1:], op="test", exact=True)
+    errors = ExactOutputs(held.calls).errors(attention)
+    assert_close(errors, torch.tensor(report.layers[0].after).double(), 1e-6, "reported errors")
 
 
 def test_the_error_is_that_of_the_outputs() -> None:
     attention = layer(8)
     q, k, v = stretched(0)
     real = torch.arange(LENGTH) < torch.tensor([[LENGTH], [40]])
-    got = head_errors(attention, [Heads(q, k, v, True, real, attention.options.scale)])
+    got = ExactOutputs([Call(q, k, v, True, real, attention.options.scale)]).errors(attention)
     exact = subquad.SoftmaxAttention(D).double()(*(t.double() for t in (q, k, v)), causal=True, key_mask=real)
     out = attention(q, k, v, causal=True, key_mask=real).double()
     for head in range(2):
@@ -146,59 +145,60 @@ def test_what_cannot_be_reached_is_refused_and_changes_nothing() -> None:
 
 def test_softmax_features_start_sharp() -> None:
     attention = layer(estimator="softmax")
-    heads = [Heads(*stretched(0), False, None, attention.options.scale)]
-    start_features(attention, heads, rows=64, seed=0)
+    call = Call(*stretched(0), False, None, attention.options.scale)
+    start_features(attention, [call], rows=64, seed=0)
     features = attention.features
     assert isinstance(features, SoftmaxFeatures)
-    for x, weight in ((heads[0].q, features.query), (heads[0].k, features.key)):
+    for x, weight in ((call.q, features.query), (call.k, features.key)):
         projected = attention.options.scale**0.5 * x @ weight.mT
         assert_close(projected.square().mean((0, 2, 3)).sqrt(), torch.full((2,), SHARPNESS), 1e-5, "size of W x")
 
 
 def test_the_offset_brings_the_far_mass_to_its_size() -> None:
     attention = layer(8, estimator="softmax")
-    heads = Heads(*stretched(0), True, None, attention.options.scale)
+    call = Call(*stretched(0), True, None, attention.options.scale)
     rows = torch.arange(LENGTH)
     features = attention.features
     assert isinstance(features, SoftmaxFeatures)
     features.start(torch.ones(2), torch.ones(2), 0)
-    _, missing, weight = _far_mass(attention, heads, rows)
+    _, missing, weight = _far_mass(attention, call, rows)
     before = (weight * missing.square()).sum() / weight.sum()
-    start_features(attention, [heads], rows=LENGTH, seed=0)
-    _, missing, weight = _far_mass(attention, heads, rows)
+    start_features(attention, [call], rows=LENGTH, seed=0)
+    _, missing, weight = _far_mass(attention, call, rows)
     after = (weight * missing.square()).sum() / weight.sum()
     assert after < 0.5 * before
 
 
 def test_training_lowers_the_error() -> None:
     attention = layer(8, estimator="softmax")
-    heads = [Heads(*stretched(seed), True, None, attention.options.scale) for seed in range(2)]
-    start_features(attention, heads, rows=64, seed=0)
-    before = head_errors(attention, heads).mean()
-    train_features(attention, heads, steps=40, seed=0)
-    assert head_errors(attention, heads).mean() < 0.9 * before
+    calls = [Call(*stretched(seed), True, None, attention.options.scale) for seed in range(2)]
+    start_features(attention, calls, rows=64, seed=0)
+    measure = ExactOutputs(calls)
+    before = measure.errors(attention).mean()
+    train_features(attention, calls, steps=40, seed=0)
+    assert measure.errors(attention).mean() < 0.9 * before
 
 
 def test_training_tells_every_step() -> None:
     attention = layer(8, estimator="softmax")
     told: list[int] = []
-    heads = [Heads(*stretched(0), True, None, attention.options.scale)]
-    train_features(attention, heads, steps=3, seed=0, progress=told.append)
+    calls = [Call(*stretched(0), True, None, attention.options.scale)]
+    train_features(attention, calls, steps=3, seed=0, progress=told.append)
     assert told == [1, 1, 1]
 
 
 def test_a_step_takes_as_many_sequences_as_make_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     numbered = torch.arange(5.0).view(5, 1, 1, 1).expand(5, 1, 10, 1)
-    heads = Heads(numbered, numbered, numbered, False, None, 1.0)
+    call = Call(numbered, numbered, numbered, False, None, 1.0).answered(numbered, exact=True)
     generator = torch.Generator().manual_seed(0)
     for tokens, count in ((1, 1), (19, 1), (20, 2), (49, 4)):
         monkeypatch.setattr(training, "TOKENS_PER_STEP", tokens)
-        some, want = training._some_sequences(heads, heads.v, generator)
+        some = training._some_sequences(call, generator)
         chosen = some.q[:, 0, 0, 0].tolist()
         assert len(set(chosen)) == len(chosen) == count
-        assert torch.equal(want, some.q)
+        assert torch.equal(some.exact(), some.q)
     monkeypatch.setattr(training, "TOKENS_PER_STEP", 50)
-    assert training._some_sequences(heads, heads.v, generator)[0] is heads
+    assert training._some_sequences(call, generator) is call
 
 
 def test_far_mass_of_the_gaussian_kernel() -> None:
@@ -207,10 +207,10 @@ def test_far_mass_of_the_gaussian_kernel() -> None:
     q, k, v = (t.double() for t in stretched(0))
     scale = attention.options.scale
     rows = torch.arange(LENGTH)
-    _, missing, weight = _far_mass(attention, Heads(q, k, v, True, None, scale, gaussian=True), rows)
+    _, missing, weight = _far_mass(attention, Call(q, k, v, True, None, scale, gaussian=True), rows)
     x, y = q * scale**0.5, k * scale**0.5
     shift = (y.square().sum(-1) / 2)[:, :, None]
-    far = far_pairs(attention, Heads(q, k, v, True, None, scale), rows)
+    far = far_pairs(attention, Call(q, k, v, True, None, scale), rows)
     visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     logits = (x @ y.mT - shift).masked_fill(~visible, -torch.inf)
     exact = logits.masked_fill(~far, -torch.inf).logsumexp(-1)
@@ -240,7 +240,7 @@ def test_what_is_no_number_is_no_small_error() -> None:
     q, k, v = stretched(0)
     q[:, 0] = torch.nan
     attention = layer()
-    error = head_errors(attention, [Heads(q, k, v, False, None, attention.options.scale)])
+    error = ExactOutputs([Call(q, k, v, False, None, attention.options.scale)]).errors(attention)
     assert bool(error.isnan()[0])
     assert not bool(error.isnan()[1])
 
@@ -316,42 +316,6 @@ def model(**options: Any) -> SubquadForCausalLM:
         **options,
     )
     return SubquadForCausalLM(config).eval()
-
-
-def test_models_run_exactly_while_they_are_listened_to() -> None:
-    """Every layer is asked what it would be asked if all were exact, and is left as it was."""
-    ids = torch.randint(0, 20, (2, 50), generator=torch.Generator().manual_seed(0))
-    favor = model()
-    before = favor(ids).logits
-    layers = collect(favor, [ids], op="test", exact=True)
-    assert [layer.name for layer in layers] == [f"model.layers.{i}.attention.mechanism" for i in range(3)]
-    assert torch.equal(favor(ids).logits, before)
-    exact = model()
-    exact.load_state_dict(favor.state_dict())
-    for mechanism in exact.mechanisms():
-        if isinstance(mechanism, FavorAttention):
-            mechanism.options = mechanism.options._replace(near=64)
-    wanted = collect(exact, [ids], op="test", exact=False)
-    for got, want in zip(layers, wanted, strict=True):
-        assert_close(got.heads[0].q, want.heads[0].q, 1e-5, got.name)
-        assert got.heads[0].causal
-
-
-def test_listening_leaves_modes_alone() -> None:
-    favor = model().train()
-    favor.model.layers[1].eval()
-    before = [module.training for module in favor.modules()]
-    collect(favor, [torch.randint(0, 20, (1, 30))], op="test", exact=True)
-    assert [module.training for module in favor.modules()] == before
-
-
-def test_a_model_that_was_listened_to_can_go() -> None:
-    listened = bert()
-    collect(listened, [torch.randint(0, 30, (1, 20))], op="test", exact=True)
-    watched = [weakref.ref(listened), weakref.ref(listened.encoder.layer[0].attention.self)]
-    del listened
-    gc.collect()
-    assert [reference() for reference in watched] == [None, None]
 
 
 def test_a_model_is_calibrated_in_place() -> None:
@@ -446,13 +410,3 @@ def test_wrong_batches_and_models() -> None:
         "calibrate: rows=1 queries were sampled of each batch, and none of them has a key far away; "
         "sample more, or give longer sequences"
     )
-
-
-def test_attention_of_hugging_face_without_a_scale_has_the_usual_one() -> None:
-    model, ids = bert(), torch.randint(0, 30, (1, 20))
-    told = collect(model, [ids], op="test", exact=True)[0].heads[0]
-    for module in model.modules():
-        if hasattr(module, "scaling"):
-            module.scaling = None
-    silent = collect(model, [ids], op="test", exact=True)[0].heads[0]
-    assert told.scale == silent.scale == 0.5  # of 4 dimensions

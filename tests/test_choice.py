@@ -5,24 +5,24 @@ import torch
 
 from subquad.calibration import choice
 from subquad.calibration.choice import Fit, best_fit, candidates
-from subquad.calibration.errors import head_errors
-from subquad.calibration.heads import Heads
 from subquad.calibration.moments import Moments, fitted_proposal, pair_moments
 from subquad.features.drawn import DrawnFeatures
 from subquad.features.draws import derived_seed
 from subquad.mechanisms.favor import FavorAttention
+from subquad.recording.calls import Call
+from subquad.recording.fidelity import ExactOutputs
 
 HEADS, LENGTH, DIM = 3, 60, 8
 
 
-def asked(seed: int) -> Heads:
+def asked(seed: int) -> Call:
     """A head with small queries, one with a few long directions, one whose tokens differ in size."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(2, HEADS, LENGTH, DIM, generator=generator) for _ in range(3))
     q[:, 0] *= 0.1
     q[:, 1, :, 0] *= 5.0
     k[:, 2] *= torch.linspace(0.1, 6.0, LENGTH)[:, None]
-    return Heads(q, k, v, causal=False, key_mask=None, scale=DIM**-0.5)
+    return Call(q, k, v, causal=False, key_mask=None, scale=DIM**-0.5)
 
 
 def layer(transform: bool) -> tuple[FavorAttention, DrawnFeatures]:
@@ -32,8 +32,8 @@ def layer(transform: bool) -> tuple[FavorAttention, DrawnFeatures]:
     return attention, attention.features
 
 
-def moments_of(attention: FavorAttention, heads: Heads) -> Moments:
-    return pair_moments(attention, [heads], rows=LENGTH, seed=0, alike=False)
+def moments_of(attention: FavorAttention, call: Call) -> Moments:
+    return pair_moments(attention, [call], rows=LENGTH, seed=0, alike=False)
 
 
 @pytest.mark.parametrize("transform", [False, True])
@@ -48,8 +48,8 @@ def test_candidates_go_from_the_fitted_one_to_favor_plus(transform: bool) -> Non
     fits[-1].apply(features, 5)
     plain = FavorAttention(DIM, 32, near=0, sinks=0, num_heads=HEADS)
     plain.redraw(5)
-    heads = asked(1)
-    torch.testing.assert_close(heads.attend(attention), heads.attend(plain))
+    call = asked(1)
+    torch.testing.assert_close(call.attend(attention), call.attend(plain))
 
 
 def test_a_narrower_proposal_has_less_spread_and_the_same_mean() -> None:
@@ -64,21 +64,21 @@ def test_a_narrower_proposal_has_less_spread_and_the_same_mean() -> None:
 def test_the_best_is_taken_head_by_head(transform: bool) -> None:
     """Measured here once more, by the errors of the report."""
     attention, features = layer(transform)
-    heads = asked(0)
-    moments = moments_of(attention, heads)
+    call = asked(0)
+    moments = moments_of(attention, call)
     fits = candidates(moments, transform)
     errors = []
     for fit in fits:
         found = []
         for draw in range(choice.DRAWS):
             fit.apply(features, derived_seed(3, draw, 1))
-            found.append(head_errors(attention, [heads]))
+            found.append(ExactOutputs([call]).errors(attention))
         errors.append(torch.stack(found).mean(0))
     table = torch.stack(errors)
     table[0] *= choice.MARGIN
     chosen = table.argmin(0).tolist()
     assert len(set(chosen)) > 1, "one candidate is best everywhere, this test shows nothing"
-    best = best_fit(attention, [heads], moments, seed=3)
+    best = best_fit(attention, [call], moments, seed=3)
     for head, number in enumerate(chosen):
         for ours, theirs in zip(best.proposal, fits[number].proposal, strict=True):
             assert torch.equal(ours[head], theirs[head])
@@ -98,10 +98,10 @@ def test_luck_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_few_thousand_tokens_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "TOKENS", 3 * LENGTH)
-    some, exact = choice._some([asked(0), asked(1), asked(2)])
-    assert [len(heads.q) for heads in some] == [2, 1]
+    some = choice._some([asked(0), asked(1), asked(2)])
+    assert [len(call.q) for call in some] == [2, 1]
     assert torch.equal(some[0].q, asked(2).q)
-    assert torch.equal(exact[1], asked(1).exact()[:1])
+    assert torch.equal(some[1].q, asked(1).q[:1])
 
 
 def test_fits_are_set_with_their_transforms() -> None:

@@ -16,12 +16,15 @@ from torch import Tensor, nn
 import subquad
 from fitted import brief
 from subquad import FavorAttention, SoftmaxAttention, calibrate, diagnose, errors
-from subquad.calibration.heads import Heads, collect
 from subquad.diagnostics import Diagnosis, LayerDiagnosis
 from subquad.diagnostics.diagnosis import short_names
-from subquad.diagnostics.probes import WINDOW, far_log_sums, samples
+from subquad.diagnostics.probes import far_log_sums
 from subquad.diagnostics.verdicts import CALIBRATE, FINE, SHARP, good, helps, settled
 from subquad.models import SubquadForCausalLM, SubquadModel
+from subquad.recording.baselines import WINDOW
+from subquad.recording.calls import Call
+from subquad.recording.record import Recording
+from subquad.recording.samples import samples
 from tiny_hugging_face import bert, gpt2, llama
 from tiny_models import make, random_ids
 
@@ -165,20 +168,20 @@ def test_numbers_are_those_written_down(make_layer: Callable, masked: bool, caus
 
 def test_rows_are_real_distinct_and_always_the_same() -> None:
     mask = ragged()
-    heads = Heads(*asked(), causal=True, key_mask=mask, scale=1.0)
-    found = list(samples([heads, heads], 10, seed=3))
+    call = Call(*asked(), causal=True, key_mask=mask, scale=1.0)
+    found = list(samples([call, call], 10, seed=3))
     assert len(found) == 6
     assert all(len(set(s.rows.tolist())) == 10 for s in found)
     assert all(bool(mask[i % 3, s.rows].all()) for i, s in enumerate(found))
-    again = list(samples([heads, heads], 10, seed=3))
+    again = list(samples([call, call], 10, seed=3))
     assert all(torch.equal(a.rows, b.rows) for a, b in zip(found, again, strict=True))
     assert not torch.equal(found[0].rows, found[3].rows)
-    assert not torch.equal(found[0].rows, next(samples([heads], 10, seed=4)).rows)
+    assert not torch.equal(found[0].rows, next(samples([call], 10, seed=4)).rows)
 
 
 def test_exact_attention_is_computed_for_sampled_rows_only() -> None:
     """Memory of rows x length, not length squared."""
-    shapes = [s.logits.shape for s in samples([Heads(*asked(), causal=True, key_mask=None, scale=1.0)], 7, seed=0)]
+    shapes = [s.logits.shape for s in samples([Call(*asked(), causal=True, key_mask=None, scale=1.0)], 7, seed=0)]
     assert shapes == [(1, H, 7, T)] * 3
     few, many = (diagnose(FavorAttention(D, near=4), [asked()], rows=rows) for rows in (15, ALL))
     for a, b in zip(few.layers[0].heads, many.layers[0].heads, strict=True):
@@ -224,14 +227,14 @@ def test_hugging_face_models(make_model: Callable, name: str) -> None:
     assert result.layers[0].name == name
     assert {(layer.own, layer.near, layer.sinks, layer.num_features) for layer in result.layers} == {(False, 3, 2, 10)}
     model.eval()
-    heard = collect(model, [ids], op="test", exact=False)
+    recording = Recording(model, [ids], op="test", exact=False)
     model.set_attn_implementation("eager")
     weights = model(ids, output_attentions=True).attentions
     assert len(weights) == len(result.layers)
-    for layer, heads, matrix in zip(result.layers, heard, weights, strict=True):
+    for layer, recorded, matrix in zip(result.layers, recording, weights, strict=True):
         want = -torch.special.xlogy(matrix, matrix).sum(-1).mean((0, 2))
         assert [head.entropy for head in layer.heads] == pytest.approx(want.tolist(), rel=1e-5)
-        (asked_,) = heads.heads
+        (asked_,) = recorded.calls
         exact = matrix @ asked_.v.repeat_interleave(4 // asked_.v.shape[1], 1)
         mean = torch.ones_like(matrix).tril() if asked_.causal else torch.ones_like(matrix)
         mean = mean / mean.sum(-1, keepdim=True) @ asked_.v.repeat_interleave(4 // asked_.v.shape[1], 1)
@@ -265,7 +268,7 @@ def test_our_models_are_judged_by_what_they_are_really_asked() -> None:
     assert [layer.own for layer in result.layers] == [True, False]
     assert [layer.estimator for layer in result.layers] == ["positive", "hyperbolic"]
     assert [layer.num_features for layer in result.layers] == [8, 16]
-    real, exact = (collect(model, [ids], op="test", exact=exact)[1].heads[0] for exact in (False, True))
+    real, exact = (list(Recording(model, [ids], op="test", exact=exact))[1].calls[0] for exact in (False, True))
     norms = (real.scale**0.5 * real.q.norm(dim=-1)).mean((0, 2))
     assert [head.query_norm for head in result.layers[1].heads] == pytest.approx(norms.tolist())
     assert not torch.allclose(real.q, exact.q)
@@ -281,7 +284,7 @@ def test_nothing_changes() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
     assert model.training
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-    assert not any(module._forward_hooks for module in model.modules())
+    assert not any(module._forward_hooks or "forward" in vars(module) for module in model.modules())
 
 
 def test_cross_attention_has_no_near_baseline() -> None:

@@ -11,12 +11,13 @@ from torch import Tensor
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from subquad.bench import fidelity, inputs
-from subquad.bench.fidelity import Asked, Plan, attention_maps, exact_part, measure, uniform_average
+from subquad.bench.fidelity import Asked, Plan, attention_maps, measure
 from subquad.bench.inputs import Input, load_input, model_input, spread
 from subquad.bench.real_heads import RealModel
-from subquad.calibration.heads import Heads
 from subquad.cli import main
 from subquad.mechanisms.favor import FavorAttention
+from subquad.recording.baselines import near_attention, uniform_average
+from subquad.recording.calls import Call
 from tiny_models import random_ids
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 23}
@@ -63,8 +64,8 @@ def test_sizes_of_synthetic_heads() -> None:
     """The logits of "small" are small, those of "normal" have the deviation 1, those of "heavy" have heavy tails."""
     logits = {}
     for name in inputs.SYNTHETIC:
-        heads = load_input(name).layers[0].test[0]
-        logits[name] = heads.q @ heads.k.mT * heads.scale
+        call = load_input(name).layers[0].test[0]
+        logits[name] = call.q @ call.k.mT * call.scale
     assert logits["small"].std() == pytest.approx(1 / 8, rel=0.02)
     assert logits["normal"].std() == pytest.approx(1, rel=0.02)
     kurtosis = {name: float((x - x.mean()).pow(4).mean() / x.var() ** 2) for name, x in logits.items()}
@@ -89,24 +90,24 @@ def test_heads_of_a_model(make: Any) -> None:
 
 @pytest.mark.parametrize("make", [bert, llama])
 def test_uniform_average_is_attention_without_queries(make: Any) -> None:
-    heads = tiny(make).layers[1].test[0]
-    real = heads.real[:, None, :, None]
-    want = heads._replace(q=torch.zeros_like(heads.q)).exact()
-    torch.testing.assert_close(uniform_average(heads) * real, want * real)
+    call = tiny(make).layers[1].test[0]
+    real = call.real[:, None, :, None]
+    want = call.replace(q=torch.zeros_like(call.q)).exact()
+    torch.testing.assert_close(uniform_average(call) * real, want * real)
 
 
 @pytest.mark.parametrize("make", [bert, llama])
 def test_window_is_attention_that_sees_no_more(make: Any) -> None:
-    heads = tiny(make).layers[1].test[0]
+    call = tiny(make).layers[1].test[0]
     everything = FavorAttention(4, 2, near=32, sinks=0)
-    real = heads.real[:, None, :, None]
-    torch.testing.assert_close(exact_part(everything, heads) * real, heads.exact() * real)
+    real = call.real[:, None, :, None]
+    torch.testing.assert_close(near_attention(everything, call) * real, call.exact() * real)
     block = FavorAttention(4, 2, near=4, sinks=1)
-    out = exact_part(block, heads)
-    far = heads.k.clone()
+    out = near_attention(block, call)
+    far = call.k.clone()
     far[:, :, 4] += 100.0  # the second block, which the last one does not see
-    torch.testing.assert_close(exact_part(block, heads._replace(k=far))[:, :, 12:16], out[:, :, 12:16])
-    assert not torch.allclose(exact_part(block, heads._replace(k=far))[:, :, 8:12], out[:, :, 8:12])
+    torch.testing.assert_close(near_attention(block, call.replace(k=far))[:, :, 12:16], out[:, :, 12:16])
+    assert not torch.allclose(near_attention(block, call.replace(k=far))[:, :, 8:12], out[:, :, 8:12])
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
@@ -133,10 +134,10 @@ def test_records_are_the_errors_of_the_mechanisms() -> None:
     assert found.se_heads == pytest.approx(float(every.mean(0).std() / 8**0.5), rel=1e-4)
 
 
-def own_errors(mechanism: FavorAttention, batches: list[Heads]) -> Tensor:
-    (heads,) = batches
-    keep = heads.real[:, None, :, None]
-    out, exact = (x * keep for x in (mechanism(heads.q, heads.k, heads.v, key_mask=heads.key_mask), heads.exact()))
+def own_errors(mechanism: FavorAttention, calls: list[Call]) -> Tensor:
+    (call,) = calls
+    keep = call.real[:, None, :, None]
+    out, exact = (x * keep for x in (mechanism(call.q, call.k, call.v, key_mask=call.key_mask), call.replace().exact()))
     return ((out - exact).square().sum((0, 2, 3)) / exact.square().sum((0, 2, 3))).sqrt()
 
 
@@ -144,7 +145,7 @@ def test_fitted_features_never_see_what_they_are_measured_on() -> None:
     given = tiny()
     plan = Plan(("calibrated", "balanced", "optimal", "softmax"), ("orthogonal",), (8,), 1, steps=2)
     (layer, *_) = given.layers
-    other = layer._replace(test=[heads._replace(q=heads.q * 2) for heads in layer.test])
+    other = layer._replace(test=[call.replace(q=call.q * 2) for call in layer.test])
     for estimator in plan.estimators:
         maps = [
             next(Asked(x, 4, 4, 1).mechanisms(estimator, "orthogonal", 8, 1, 2)).feature_map.query

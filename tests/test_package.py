@@ -43,7 +43,19 @@ LAYERS = (
         "mechanisms",
         "functional",
     ),
-    *("nn", "calibration", "models", "conversion", "data", "diagnostics", "bench", "training", "cli", "__main__"),
+    *(
+        "nn",
+        "recording",
+        "calibration",
+        "models",
+        "conversion",
+        "data",
+        "diagnostics",
+        "bench",
+        "training",
+        "cli",
+        "__main__",
+    ),
     "testing",
 )
 
@@ -140,6 +152,8 @@ def imports_of(path: Path) -> list[str]:
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("subquad."):
             found.append((node.module or "").split(".")[1])
+        elif isinstance(node, ast.Import):
+            found += [alias.name.split(".")[1] for alias in node.names if alias.name.startswith("subquad.")]
     return found
 
 
@@ -159,8 +173,13 @@ def test_nothing_stands_on_scikit_learn() -> None:
     assert importers == []
 
 
-def test_a_wrong_import_would_be_seen() -> None:
+def test_a_wrong_import_would_be_seen(tmp_path: Path) -> None:
     assert against_the_stream("kernels", ["features", "mechanisms"]) == ["mechanisms"]
+    assert against_the_stream("recording", ["mechanisms", "calibration", "bench"]) == ["calibration", "bench"]
+    (tmp_path / "wrong.py").write_text(
+        "from subquad import nn\nfrom subquad.models import x\nimport subquad.bench.fidelity"
+    )
+    assert imports_of(tmp_path / "wrong.py") == ["nn", "models", "bench"]
 
 
 def test_functions_fit_a_screen() -> None:

@@ -10,12 +10,12 @@ from torch import Tensor
 from fitted import some_proposal
 from subquad import FavorAttention
 from subquad.calibration import moments as moments_module
-from subquad.calibration.heads import Heads
 from subquad.calibration.moments import Moments, balancing, fitted_proposal, pair_moments, transformed
 from subquad.errors import SubquadError
 from subquad.features import Proposal, draw_feature_map, draws
 from subquad.features.positive import draw_rows
 from subquad.features.proposals import isotropic, prior, shaped, widening
+from subquad.recording.calls import Call
 from subquad.testing import assert_close
 
 D, BLOCKS = 8, 20_000
@@ -149,19 +149,19 @@ def test_hadamard_blocks_are_orthogonal_and_fast_transforms_right() -> None:
 # Moments of pairs -----------------------------------------------------------------------------------------------------
 
 
-def some_heads(*, causal: bool = True, masked: bool = True, length: int = 30) -> Heads:
+def some_call(*, causal: bool = True, masked: bool = True, length: int = 30) -> Call:
     q, k, v = vectors(2, 4, length, D), vectors(2, 2, length, D, seed=1), vectors(2, 2, length, D, seed=2)
     mask = torch.arange(length) < torch.tensor([[length], [length - 7]]) if masked else None
-    return Heads(q, k, v, causal, mask, 0.3)
+    return Call(q, k, v, causal, mask, 0.3)
 
 
 @pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_moments_pair_by_pair(causal: bool, alike: bool) -> None:
     attention = FavorAttention(D, 16, near=4, sinks=2, num_heads=2, scale=0.3)
-    heads = some_heads(causal=causal)
-    got = pair_moments(attention, [heads], rows=99, seed=0, alike=alike)
-    x, y = 0.3**0.5 * heads.q, 0.3**0.5 * heads.k
+    call = some_call(causal=causal)
+    got = pair_moments(attention, [call], rows=99, seed=0, alike=alike)
+    x, y = 0.3**0.5 * call.q, 0.3**0.5 * call.k
     for head in range(4):
         weight, x_sum, xy = 0.0, torch.zeros(D, dtype=torch.float64), torch.zeros(D, D, dtype=torch.float64)
         for b, length in enumerate((30, 23)):

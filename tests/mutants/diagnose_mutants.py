@@ -3,7 +3,7 @@
 from mutant import Mutant
 
 PROBES, DIAGNOSIS, VERDICTS = "diagnostics/probes.py", "diagnostics/diagnose.py", "diagnostics/verdicts.py"
-FITTING, COMMON, CALLBACKS = "calibration/fitting.py", "cli/common.py", "training/callbacks.py"
+BASELINES, COMMON, CALLBACKS = "recording/baselines.py", "cli/common.py", "training/callbacks.py"
 
 
 def diagnose(words: str) -> str:
@@ -17,14 +17,14 @@ def saved(words: str) -> str:
 DIAGNOSE = (
     Mutant(
         "diagnose: the mean of all values, visible or not",
-        PROBES,
-        "normalised(sample.seen.to(values.dtype))",
-        "normalised(torch.ones_like(sample.seen).to(values.dtype))",
+        BASELINES,
+        "normalised(sample.seen.to(sample.values.dtype))",
+        "normalised(torch.ones_like(sample.seen).to(sample.values.dtype))",
         diagnose("written_down and blocks and True"),
     ),
     Mutant(
         "diagnose: the near baseline is the far field",
-        PROBES,
+        BASELINES,
         "sample.seen & ~far_pairs(",
         "sample.seen & far_pairs(",
         diagnose("written_down and blocks and False-False"),
@@ -39,8 +39,8 @@ DIAGNOSE = (
     Mutant(
         "diagnose: features are summed over near keys too",
         PROBES,
-        "far = (sample.seen & far_pairs(mechanism, heads, sample.rows))[0, 0]",
-        "far = (sample.seen & (far_pairs(mechanism, heads, sample.rows) | True))[0, 0]",
+        "far = (sample.seen & far_pairs(mechanism, call, sample.rows))[0, 0]",
+        "far = (sample.seen & (far_pairs(mechanism, call, sample.rows) | True))[0, 0]",
         diagnose("written_down and blocks and False-False"),
     ),
     Mutant(
@@ -52,9 +52,9 @@ DIAGNOSE = (
     ),
     Mutant(
         "diagnose: rows of padding are sampled",
-        PROBES,
-        "places = heads.real[0].nonzero()[:, 0]",
-        "places = torch.arange(heads.q.shape[2])",
+        "recording/samples.py",
+        "places = call.real[0].nonzero()[:, 0]",
+        "places = torch.arange(call.q.shape[2])",
         diagnose("rows_are_real"),
     ),
     Mutant(
@@ -108,16 +108,16 @@ DIAGNOSE = (
     ),
     Mutant(
         "calibrate: a transform of before stays in the config",
-        FITTING,
+        "calibration/note.py",
         '            chosen.pop("transform", None)\n',
         "",
         saved("transform"),
     ),
     Mutant(
         "calibrate: half precision is fitted in half precision",
-        FITTING,
-        "[heads.precise() for heads in batches]",
-        "list(batches)",
+        "calibration/fitted.py",
+        "[call.precise() for call in calls]",
+        "list(calls)",
         saved("fitted_in_float32"),
     ),
     Mutant(
@@ -150,7 +150,7 @@ DIAGNOSE = (
     ),
     Mutant(
         "progress: a bar that nobody wanted",
-        "calibration/progress.py",
+        "recording/progress.py",
         "progress and sys.stderr.isatty() and",
         "sys.stderr.isatty() and",
         diagnose("progress"),

@@ -193,7 +193,7 @@ DRAWN = (
     Mutant(
         "the Gaussian kernel's keys weigh nothing in the far mass",
         "calibration/training.py",
-        "    if heads.gaussian:\n        logits, estimate",
+        "    if call.gaussian:\n        logits, estimate",
         "    if False:\n        logits, estimate",
         tests("calibration", "far_mass_of_the_gaussian"),
     ),
@@ -234,10 +234,10 @@ DRAWN = (
     ),
     Mutant(
         "heads of Hugging Face without a scale get a wrong one",
-        "calibration/heads.py",
+        "recording/hugging_face.py",
         "q.shape[-1] ** -0.5 if scaling is None",
         "q.shape[-1] * -0.5 if scaling is None",
-        "tests/test_calibration.py -k usual_one",
+        "tests/test_recording.py -k usual_one",
     ),
     Mutant(
         "a block that is padding in all sequences is seen",

@@ -3,7 +3,7 @@
 from mutant import Mutant
 
 DRAWS, PROPOSALS, LEARNED = "features/draws.py", "features/proposals.py", "features/learned.py"
-HEADS, MOMENTS, TRAINING = "calibration/heads.py", "calibration/moments.py", "calibration/training.py"
+MOMENTS, TRAINING = "calibration/moments.py", "calibration/training.py"
 FITTING, FAVOR = "calibration/fitting.py", "mechanisms/favor.py"
 
 
@@ -54,7 +54,7 @@ FITTED = (
     Mutant(
         "moments of near pairs too",
         MOMENTS,
-        "(weights * (seen & far_pairs(mechanism, heads, chosen)))",
+        "(weights * (seen & far_pairs(mechanism, call, chosen)))",
         "(weights * seen)",
         proposals("pair_by_pair"),
     ),
@@ -73,15 +73,8 @@ FITTED = (
         proposals("balancing"),
     ),
     Mutant(
-        "layers answer with their own features while they are listened to",
-        HEADS,
-        "return heads.exact() if exact else out",
-        "return out",
-        calibration("listened"),
-    ),
-    Mutant(
         "errors over padded rows too",
-        "calibration/errors.py",
+        "recording/fidelity.py",
         "keep = real[:, None, :, None]",
         "keep = torch.ones_like(real)[:, None, :, None]",
         calibration("error_is_that"),
@@ -130,7 +123,7 @@ FITTED = (
     ),
     Mutant(
         "what is no number counts as no error",
-        "calibration/errors.py",
+        "recording/fidelity.py",
         "torch.where(self.wrong == 0, 0.0, self.wrong / self.size)",
         "torch.where(self.wrong > 0, self.wrong / self.size, 0.0)",
         calibration("no_number_is_no_small"),
@@ -157,32 +150,11 @@ FITTED = (
         calibration("one_key_alone"),
     ),
     Mutant(
-        "the function that listened keeps the model",
-        HEADS,
-        "        layers.clear()  # transformers keeps our function, and with it whatever that knows\n",
-        "",
-        calibration("can_go"),
-    ),
-    Mutant(
-        "all modules in one mode after listening",
-        HEADS,
-        "module.training = training",
-        "module.training = model.training",
-        calibration("modes_alone"),
-    ),
-    Mutant(
         "queries scaled twice",
         "conversion/swap.py",
         "q = q * (asked / usual)",
         "pass",
         "tests/test_conversion.py -k 'changes_nothing and opt'",
-    ),
-    Mutant(
-        "causality told by call is not heard",
-        HEADS,
-        "bool(module.is_causal if told is None else told)",
-        "bool(module.is_causal)",
-        "tests/test_conversion.py -k causal_by_call",
     ),
     Mutant(
         "features changed by halves",

@@ -24,6 +24,7 @@ from model_mutants import MODELS
 from mutant import Mutant
 from native_mutants import NATIVE
 from numbers_mutants import NUMBERS
+from recording_mutants import RECORDING
 from rich.console import Console
 from rich.progress import Progress
 from strided_mutants import STRIDED
@@ -33,7 +34,7 @@ from subquad.kernels.cpu import build, library
 
 MUTANTS = (
     *(*CORE, *FITTED, *LINFORMERS, *MODELS, *NATIVE, *WINDOW, *STRIDED, *BUCKETS),
-    *(*KERNEL_APPROXIMATION, *DIAGNOSE, *FILES, *GATES, *DRAWN, *NUMBERS),
+    *(*KERNEL_APPROXIMATION, *DIAGNOSE, *FILES, *GATES, *DRAWN, *NUMBERS, *RECORDING),
 )
 ROOT = Path(__file__).parent.parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full"]

@@ -9,20 +9,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.bench.inputs import SINKS, Input, LayerInput
 from subquad.calibration.choice import Fit, best_fit
-from subquad.calibration.errors import ErrorSum
-from subquad.calibration.fitting import Settings, fitted_attention
-from subquad.calibration.heads import Heads
-from subquad.calibration.moments import Moments, far_pairs, fitted_proposal, seen_pairs, weighted_moments
+from subquad.calibration.fitted import learned_attention
+from subquad.calibration.moments import Moments, fitted_proposal, weighted_moments
 from subquad.features.drawn import DRAWN, FITTED, DrawnFeatures
 from subquad.features.draws import derived_seed
 from subquad.features.learned import LEARNED
-from subquad.mechanism import repeat_heads
 from subquad.mechanisms.favor import FavorAttention
+from subquad.recording.baselines import near_attention, uniform_average
+from subquad.recording.fidelity import ExactOutputs
 
 BALANCED = "balanced"  # calibrated, after a transform of queries and keys that leaves q.k as it is
 ESTIMATORS = (*DRAWN, BALANCED, *LEARNED)
@@ -92,7 +90,7 @@ def measure(given: Input, plan: Plan, progress: Callable[[int], None] | None = N
             for estimator, coupling, num_features, draws in plan.cells(near):
                 errors = []
                 for mechanism in asked.mechanisms(estimator, coupling, num_features, draws, plan.steps):
-                    errors.append(asked.errors(mechanism))
+                    errors.append(asked.test.errors(mechanism))
                     if progress is not None:
                         progress(1)
                 found.setdefault((estimator, coupling, num_features), []).append(torch.stack(errors))
@@ -119,7 +117,7 @@ class Asked:
 
     def __init__(self, layer: LayerInput, near: int, sinks: int, seed: int) -> None:
         self.layer, self.near, self.sinks, self.seed = layer, near, sinks, seed
-        self.exact = [heads.exact() for heads in layer.test]
+        self.test = ExactOutputs(layer.test)
         self.moments: dict[bool, Moments] = {}
         self.fits: dict[tuple[str, int], Fit] = {}
 
@@ -144,8 +142,8 @@ class Asked:
             seed = derived_seed(self.seed, draw)
             mechanism = self.favor(estimator, coupling, num_features)
             if estimator in LEARNED:
-                settings = Settings(estimator, num_features, steps, 0.3, num_features, ROWS, False, seed)
-                mechanism = fitted_attention(mechanism, self.layer.fit, settings, num_features, seed)
+                how = {"steps": steps, "rows": ROWS, "seed": seed}
+                mechanism = learned_attention(mechanism, self.layer.fit, estimator, num_features, **how)
             elif mechanism.estimator in FITTED:
                 assert isinstance(mechanism.features, DrawnFeatures)
                 self.fit(estimator, num_features).apply(mechanism.features, seed)
@@ -170,41 +168,12 @@ class Asked:
             )
         return self.fits[key]
 
-    @torch.no_grad()
-    def errors(self, attend: FavorAttention | Callable[[Heads], Tensor]) -> Tensor:
-        """float64 `[H]`."""
-        total = ErrorSum()
-        for heads, exact in zip(self.layer.test, self.exact, strict=True):
-            out = heads.attend(attend) if isinstance(attend, FavorAttention) else attend(heads)
-            total.add(out, exact, heads.real)
-        return total.errors
-
     def baseline(self, name: str) -> Tensor:
         """Errors of the "uniform" average of all visible values, or of near blocks and sinks alone ("window")."""
         if name == "uniform":
-            return self.errors(uniform_average)
+            return self.test.errors(uniform_average)
         mechanism = self.favor("positive", "iid", 1)
-        return self.errors(lambda heads: exact_part(mechanism, heads))
-
-
-def uniform_average(heads: Heads) -> Tensor:
-    """What attention gives that knows nothing, `[B, H, T, Dv]`."""
-    keep = (
-        heads.v.new_ones(heads.v.shape[0], heads.v.shape[2]) if heads.key_mask is None else heads.key_mask.to(heads.v)
-    )
-    v, keep = heads.v * keep[:, None, :, None], keep[:, None, :, None]
-    count, total = (x.cumsum(2) if heads.causal else x.sum(2, keepdim=True) for x in (keep, v))
-    return repeat_heads(total / count.clamp(min=1), heads.q.shape[1]).expand(-1, -1, heads.q.shape[2], -1)
-
-
-def exact_part(mechanism: FavorAttention, heads: Heads) -> Tensor:
-    """Attention to near blocks and sinks alone, as if there were nothing else, `[B, H, T, Dv]`."""
-    rows = torch.arange(heads.q.shape[2], device=heads.q.device)
-    seen = seen_pairs(heads, rows)
-    near = seen & ~far_pairs(mechanism, heads, rows)
-    k, v = (repeat_heads(x, heads.q.shape[1]) for x in (heads.k, heads.v))
-    nobody = ~near.any(-1, keepdim=True)  # rows of padding; a softmax of nothing is no number
-    return F.scaled_dot_product_attention(heads.q, k, v, attn_mask=near | nobody, scale=heads.scale)
+        return self.test.errors(lambda call: near_attention(mechanism, call))
 
 
 def default_estimators(name: str, real: Sequence[str]) -> tuple[str, ...]:
@@ -232,12 +201,12 @@ def attention_maps(given: Input, plan: Plan, *, tokens: int = 96) -> tuple[str, 
         for title, (estimator, size) in wanted.items()
     }
     first = next(iter(made))
-    errors = asked.errors(made[first])
+    errors = asked.test.errors(made[first])
     head = int(errors.argsort()[len(errors) // 2])
     one = layer.test[0].sequences(torch.tensor([0]))
     length = min(tokens, int(one.real.sum()))
     q, k = one.q[:, :, :length], one.k[:, :, :length]
-    short = one._replace(q=q, k=k, v=one.v[:, :, :length], key_mask=None)
+    short = one.replace(q=q, k=k, v=one.v[:, :, :length], key_mask=None)
     maps = {"exact": short.exact_weights(torch.arange(length))[0, head]}
     for title, mechanism in made.items():
         maps[title] = mechanism.attention_matrix(q, k, causal=one.causal)[0, head]

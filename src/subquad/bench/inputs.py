@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from subquad.bench.real_heads import SOURCES, Sizes, load_model
-from subquad.calibration.heads import Batch, Heads, collect
+from subquad.recording.calls import Call
+from subquad.recording.record import Recording
+from subquad.recording.stream import Batch
 
 SYNTHETIC = ("small", "normal", "heavy")
 REAL = tuple(SOURCES)
@@ -23,8 +25,8 @@ class LayerInput(NamedTuple):
     """What one layer is asked: batches to fit and batches to measure."""
 
     name: str
-    fit: list[Heads]
-    test: list[Heads]
+    fit: list[Call]
+    test: list[Call]
 
 
 class Input(NamedTuple):
@@ -46,9 +48,14 @@ def model_input(
     name: str, title: str, model: Any, fit: Sequence[Batch], test: Sequence[Batch], *, near: int, layers: int = 0
 ) -> Input:
     """What the attention of `model` is asked for the batches."""
-    asked = [collect(model, batches, op="bench fidelity", exact=True) for batches in (fit, test)]
-    both = [LayerInput(a.name, a.heads, b.heads) for a, b in zip(*asked, strict=True)]
-    chosen = both if not layers or layers >= len(both) else [both[i] for i in spread(layers, len(both))]
+    how = {"op": "bench fidelity", "exact": True}
+    recording = Recording(model, test, **how)
+    total = len(recording)
+    places = range(total) if not layers or layers >= total else spread(layers, total)
+    names = {recording.layers[place].name for place in places}
+    tested = [layer for layer in recording if layer.name in names]
+    fitted = Recording(model, fit, **how, wanted=lambda layer: layer.name in names)
+    chosen = [LayerInput(a.name, a.calls, b.calls) for a, b in zip(fitted, tested, strict=True)]
     heads = sum(layer.test[0].q.shape[1] for layer in chosen)
     return Input(name, f"{title}: {heads} heads of {len(chosen)} layers", chosen, near)
 
@@ -80,12 +87,12 @@ def synthetic(name: str, *, length: int, heads: int, seed: int, head_dim: int = 
     return Input(name, TITLES[name], [LayerInput(name, [fit], [test])], NEAR)
 
 
-def _gaussian(heads: int, length: int, dim: int, size: float, generator: torch.Generator) -> Heads:
+def _gaussian(heads: int, length: int, dim: int, size: float, generator: torch.Generator) -> Call:
     q, k, v = (torch.randn(1, heads, length, dim, generator=generator) for _ in range(3))
-    return Heads(q * size, k * size, v, causal=False, key_mask=None, scale=dim**-0.5)
+    return Call(q * size, k * size, v, causal=False, key_mask=None, scale=dim**-0.5)
 
 
-def heavy(heads: int, length: int, dim: int, generator: torch.Generator) -> tuple[Heads, Heads]:
+def heavy(heads: int, length: int, dim: int, generator: torch.Generator) -> tuple[Call, Call]:
     """Two sequences of heads like those of trained models.
 
     Directions have a spectrum that falls like 1 / rank, tokens have sizes with Student's t of 5 degrees, keys and
@@ -110,8 +117,8 @@ def heavy(heads: int, length: int, dim: int, generator: torch.Generator) -> tupl
         student = draw(1, heads, length, 1) / (draw(1, heads, length, 5).square().mean(-1, keepdim=True)).sqrt()
         return (rows * (0.5 + student.abs()) + means[which]) * channels**0.5 / 2
 
-    def sequence() -> Heads:
+    def sequence() -> Call:
         q, k = tokens(0), tokens(1)
-        return Heads(q, k, k @ values + 0.5 * draw(1, heads, length, dim), False, None, dim**-0.5)
+        return Call(q, k, k @ values + 0.5 * draw(1, heads, length, dim), False, None, dim**-0.5)
 
     return sequence(), sequence()

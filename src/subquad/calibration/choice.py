@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.calibration.errors import ErrorSum
-from subquad.calibration.heads import Heads
 from subquad.calibration.moments import Moments, balancing, fitted_proposal, transformed
 from subquad.features.drawn import DrawnFeatures
 from subquad.features.draws import derived_seed
 from subquad.features.proposals import Proposal
 from subquad.mechanisms.favor import FavorAttention
+from subquad.recording.calls import Call
+from subquad.recording.fidelity import ExactOutputs
 
 WIDTHS = (1.0, 0.25, 0.0)  # of the spread of the pairs; 0: rows are N(mean, I)
 DRAWS = 2
@@ -51,43 +51,38 @@ def candidates(moments: Moments, transform: bool) -> list[Fit]:
 
 
 @torch.no_grad()
-def best_fit(mechanism: FavorAttention, batches: Sequence[Heads], moments: Moments, *, seed: int) -> Fit:
+def best_fit(mechanism: FavorAttention, calls: Sequence[Call], moments: Moments, *, seed: int) -> Fit:
     """Of the candidates the best for each head of the map; leaves the features of `mechanism` at the last one tried."""
     features = mechanism.features
     assert isinstance(features, DrawnFeatures)
     fits = candidates(moments, mechanism.transform)
-    some, exact = _some(batches)
-    errors = torch.stack([_errors(mechanism, fit, some, exact, seed) for fit in fits])  # [candidates, map heads]
+    some = ExactOutputs(_some(calls))
+    errors = torch.stack([_errors(mechanism, fit, some, seed) for fit in fits])  # [candidates, map heads]
     errors[0] *= MARGIN
     errors = errors.nan_to_num(torch.inf)
     return _picked(fits, errors.argmin(0).to(moments.x.device))
 
 
-def _some(batches: Sequence[Heads]) -> tuple[list[Heads], list[Tensor]]:
+def _some(calls: Sequence[Call]) -> list[Call]:
     """About TOKENS queries, from the last batches."""
     found, left = [], TOKENS
-    for heads in reversed(batches):
-        count = max(1, min(len(heads.q), left // heads.q.shape[2]))
-        found.append(heads.sequences(torch.arange(count, device=heads.q.device)))
-        left -= count * heads.q.shape[2]
+    for call in reversed(calls):
+        count = max(1, min(len(call.q), left // call.q.shape[2]))
+        found.append(call.sequences(torch.arange(count, device=call.q.device)))
+        left -= count * call.q.shape[2]
         if left <= 0:
             break
-    return found, [heads.exact() for heads in found]
+    return found
 
 
-def _errors(
-    mechanism: FavorAttention, fit: Fit, batches: Sequence[Heads], exact: Sequence[Tensor], seed: int
-) -> Tensor:
+def _errors(mechanism: FavorAttention, fit: Fit, some: ExactOutputs, seed: int) -> Tensor:
     """Mean over draws and over the heads that share a map, `[map heads]`."""
     features = mechanism.features
     assert isinstance(features, DrawnFeatures)
     found = []
     for draw in range(DRAWS):
         fit.apply(features, derived_seed(seed, draw, 1))
-        total = ErrorSum()
-        for heads, want in zip(batches, exact, strict=True):
-            total.add(heads.attend(mechanism), want, heads.real)
-        found.append(total.errors)
+        found.append(some.errors(mechanism))
     return torch.stack(found).mean(0).unflatten(0, (len(features.weight), -1)).mean(1)
 
 

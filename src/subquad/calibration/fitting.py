@@ -7,18 +7,21 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from subquad.calibration.choice import best_fit
-from subquad.calibration.errors import head_errors
-from subquad.calibration.heads import Batch, Heads, Layer, collect
-from subquad.calibration.moments import fitted_proposal, weighted_moments
-from subquad.calibration.progress import Tell, counting, telling
+from subquad.calibration.fitted import drawn_attention, learned_attention
+from subquad.calibration.note import note_in_config
 from subquad.calibration.report import CalibrationReport, LayerReport
-from subquad.calibration.training import start_features, train_features
 from subquad.checks import calibration as checks
+from subquad.checks.recording import can_be_recorded
 from subquad.features.drawn import FITTED, DrawnFeatures
 from subquad.features.draws import derived_seed
 from subquad.features.learned import LEARNED
 from subquad.mechanisms.favor import FavorAttention
+from subquad.recording.calls import Call
+from subquad.recording.fidelity import ExactOutputs
+from subquad.recording.layers import own_layers
+from subquad.recording.progress import Tell, telling
+from subquad.recording.record import LayerCalls, Recording
+from subquad.recording.stream import COMPARABLE, Batch, is_favor
 
 SMALLEST, MARGIN, DRAWS = 32, 1.7, 2  # of num_features="auto": where it begins, how much better than asked, draws
 DEFAULTS: dict[str, Any] = {"steps": 200, "target": 0.3, "cap": 1024}
@@ -54,13 +57,14 @@ def calibrate(
 ) -> CalibrationReport:
     """Fits the features of every FAVOR layer to data, in place; nothing changes if it fails.
 
-    The model runs once over the batches with exact attention, and each layer is fitted to what it was asked. Every
+    The model runs over the batches with exact attention, and each layer is fitted to what it was asked. Every
     fifth batch is held out and measures the errors in the report; with one batch, that batch does.
 
     Args:
         model: any module with `FavorAttention` in it, or one alone. Its weights stay as they are.
         batches: what the model takes: tensors, mappings (called as `model(**batch)`) or tuples (`model(*batch)`).
-            A few thousand tokens do; all that the layers are asked is kept in memory.
+            A few thousand tokens do. What the layers are asked is kept in memory up to 2 GiB; where it is more, the
+            model runs again for the layers that are left.
         estimator: "calibrated", "optimal" or "sharp" (drawn), "softmax" or "exponential" (learned, better, slower).
         num_features: per layer; None keeps what a layer has. "auto" doubles it until the mean error of the layer's
             heads is `target / 1.7` (two draws), and raises CalibrationError where `cap` features are not enough.
@@ -83,113 +87,86 @@ def calibrate(
     checks.used(estimator in LEARNED, num_features == "auto", steps=steps, target=target, cap=cap)
     chosen = {"steps": steps, "target": target, "cap": cap}
     chosen = DEFAULTS | {name: value for name, value in chosen.items() if value is not None}
-    settings = Settings(estimator, num_features, rows=rows, transform=transform, seed=seed, **chosen)
+    settings = Settings(
+        estimator=estimator, num_features=num_features, rows=rows, transform=transform, seed=seed, **chosen
+    )
     checks.settings(settings)
-    given = list(checks.batches("calibrate", batches))
+    _check_model(model)
     with telling(progress) as tell:
-        layers, fitted, reports = _fit(model, given, settings, tell)
+        recording = Recording(model, batches, op="calibrate", exact=True, wanted=is_favor, tell=tell)
+        fitted, reports = _fit(recording, settings, tell)
     checks.reached(settings, reports)
-    for layer, mechanism in zip(layers, fitted, strict=True):
+    for layer, mechanism in zip(recording.layers, fitted, strict=True):
         cast(FavorAttention, layer.mechanism).adopt_features(mechanism)
-    _note_in_config(model)
-    return CalibrationReport(estimator, len(given) > 1, tuple(reports))
+    note_in_config(model)
+    return CalibrationReport(estimator, len(recording.batches) > 1, tuple(reports))
 
 
-def _fit(
-    model: nn.Module, batches: list[Batch], settings: Settings, tell: Tell
-) -> tuple[list[Layer], list[FavorAttention], list[LayerReport]]:
-    """The FAVOR layers, what they should become, and how good that is."""
-    progress = counting(tell, "running the model", len(batches))
-    layers = collect(model, batches, op="calibrate", exact=True, progress=progress)
-    layers = [layer for layer in layers if isinstance(layer.mechanism, FavorAttention)]
-    checks.favor_layers(model, len(layers))
+def _check_model(model: nn.Module) -> None:
+    """Complains before the model runs."""
+    own = own_layers(model, COMPARABLE)
+    if not own:
+        can_be_recorded("calibrate", model)
+    checks.favor_layers(model, sum(map(is_favor, own)))
+
+
+def _fit(recording: Recording, settings: Settings, tell: Tell) -> tuple[list[FavorAttention], list[LayerReport]]:
+    """What the layers should become, and how good that is."""
     fitted, reports = [], []
-    for number, layer in enumerate(layers):
-        tell(f"fitting {layer.name}", number, len(layers))
+    for number, layer in enumerate(recording):
+        tell(f"fitting {layer.name}", number, len(recording))
         mechanism, report = _fit_layer(layer, settings, derived_seed(settings.seed, number))
         fitted.append(mechanism)
         reports.append(report)
-    tell("done", len(layers), len(layers))
-    return layers, fitted, reports
+    tell("done", len(recording), len(recording))
+    return fitted, reports
 
 
-def split(batches: Sequence[Heads]) -> tuple[list[Heads], list[Heads]]:
+def split(calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
     """Those to fit, and those to measure."""
-    if len(batches) == 1:
-        return list(batches), list(batches)
-    kept = [heads for i, heads in enumerate(batches) if i % HELD_OUT != HELD_OUT - 1 and i != len(batches) - 1]
-    held = [heads for i, heads in enumerate(batches) if i % HELD_OUT == HELD_OUT - 1 or i == len(batches) - 1]
+    if len(calls) == 1:
+        return list(calls), list(calls)
+    kept = [call for i, call in enumerate(calls) if i % HELD_OUT != HELD_OUT - 1 and i != len(calls) - 1]
+    held = [call for i, call in enumerate(calls) if i % HELD_OUT == HELD_OUT - 1 or i == len(calls) - 1]
     return kept, held
 
 
-def _fit_layer(layer: Layer, settings: Settings, seed: int) -> tuple[FavorAttention, LayerReport]:
+def _fit_layer(layer: LayerCalls, settings: Settings, seed: int) -> tuple[FavorAttention, LayerReport]:
     mechanism = cast(FavorAttention, layer.mechanism)
-    fit, measure = split(layer.heads)
-    before = head_errors(mechanism, measure)
+    fit, held = split(layer.calls)
+    measure = ExactOutputs(held)
+    before = measure.errors(mechanism)
     if settings.num_features == "auto":
         fitted, after = _smallest(mechanism, fit, measure, settings, seed)
     else:
-        fitted = fitted_attention(mechanism, fit, settings, settings.num_features or mechanism.num_features, seed)
-        after = head_errors(fitted, measure)
+        fitted = _fitted(mechanism, fit, settings, settings.num_features or mechanism.num_features, seed)
+        after = measure.errors(fitted)
     return fitted, LayerReport(layer.name, fitted.num_features, tuple(before.tolist()), tuple(after.tolist()))
 
 
+def _fitted(
+    mechanism: FavorAttention, calls: list[Call], settings: Settings, num_features: int, seed: int
+) -> FavorAttention:
+    s = settings
+    if s.estimator in LEARNED:
+        return learned_attention(mechanism, calls, s.estimator, num_features, steps=s.steps, rows=s.rows, seed=seed)
+    how = {"rows": s.rows, "seed": seed, "transform": s.transform}
+    return drawn_attention(mechanism, calls, s.estimator, num_features, **how)
+
+
 def _smallest(
-    mechanism: FavorAttention, fit: list[Heads], measure: list[Heads], settings: Settings, seed: int
+    mechanism: FavorAttention, fit: list[Call], measure: ExactOutputs, settings: Settings, seed: int
 ) -> tuple[FavorAttention, Tensor]:
     """The fewest features whose measured error is below the target with a margin; else the most allowed."""
     num_features = min(SMALLEST, settings.cap)
     while True:
-        fitted = fitted_attention(mechanism, fit, settings, num_features, seed)
-        errors = [head_errors(fitted, measure)]
+        fitted = _fitted(mechanism, fit, settings, num_features, seed)
+        errors = [measure.errors(fitted)]
         if isinstance(fitted.features, DrawnFeatures):
             for draw in range(1, DRAWS):
                 other = copy.deepcopy(fitted)
                 other.redraw(derived_seed(seed, draw))
-                errors.append(head_errors(other, measure))
+                errors.append(measure.errors(other))
         if torch.stack(errors).mean() <= settings.target / MARGIN or num_features >= settings.cap:
             return fitted, torch.stack(errors).mean(0)
         num_features = min(2 * num_features, settings.cap)
-
-
-def fitted_attention(
-    mechanism: FavorAttention, batches: Sequence[Heads], settings: Settings, num_features: int, seed: int
-) -> FavorAttention:
-    """A copy of `mechanism` with features fitted to the batches, in float32 or better."""
-    batches = [heads.precise() for heads in batches]
-    fitted = copy.deepcopy(mechanism)
-    transform = settings.transform
-    if transform is None:
-        transform = settings.estimator == "calibrated" and not mechanism.options.gaussian
-    fitted.set_features(settings.estimator, num_features, mechanism.num_heads, transform=transform)
-    fitted.to(batches[0].q.device)
-    checks.far_pairs(fitted, batches)
-    if settings.estimator in LEARNED:
-        start_features(fitted, batches, rows=settings.rows, seed=seed)
-        train_features(fitted, batches, steps=settings.steps, seed=seed)
-        return fitted
-    features = cast(DrawnFeatures, fitted.features)
-    sample = {"rows": settings.rows, "seed": seed, "alike": settings.estimator != "calibrated"}
-    moments = weighted_moments(fitted, batches, len(features.weight), **sample)
-    if settings.estimator == "calibrated":
-        best_fit(fitted, batches, moments, seed=seed).apply(features, seed)
-    else:
-        features.fit(fitted_proposal(settings.estimator, moments), seed)
-    return fitted
-
-
-def _note_in_config(model: Any) -> None:
-    """A saved model of ours must come back with the features it has now."""
-    config = getattr(model, "config", None)
-    if config is None or getattr(config, "model_type", "") != "subquad":
-        return
-    names, options = [], []
-    for layer, mechanism in enumerate(model.mechanisms()):
-        name, chosen = config.layer_attention(layer)
-        if isinstance(mechanism, FavorAttention):
-            chosen |= {"estimator": mechanism.estimator, "num_features": mechanism.num_features}
-            chosen.pop("transform", None)
-            chosen |= {"transform": True} if mechanism.transform else {}
-        names.append(name)
-        options.append(chosen)
-    config.attention, config.attention_options = names, options

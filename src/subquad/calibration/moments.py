@@ -10,11 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.calibration.heads import Heads
 from subquad.checks import calibration as checks
 from subquad.features.proposals import Proposal, isotropic, shaped
-from subquad.mechanism import normalised, real_index, repeat_heads
+from subquad.mechanism import normalised, repeat_heads
 from subquad.mechanisms.favor import FavorAttention
+from subquad.recording.calls import Call
+from subquad.recording.pairs import far_pairs, seen_pairs
 
 RIDGE = 0.1  # of the mean eigenvalue; an inverse square root must not follow noise
 FLOOR = 1e-3  # of the mean square, variance and mean together
@@ -41,36 +42,21 @@ class Moments(NamedTuple):
         return Moments(self.weight, x, y, *(t - o for t, o in zip((xx, yy, xy), outer, strict=True)))
 
 
-def sample_rows(heads: Heads, count: int, seed: int) -> Tensor:
+def sample_rows(call: Call, count: int, seed: int) -> Tensor:
     """At most `count` query positions, in order."""
-    order = torch.randperm(heads.q.shape[2], generator=torch.Generator("cpu").manual_seed(seed))
-    return order[:count].sort().values.to(heads.q.device)
+    order = torch.randperm(call.q.shape[2], generator=torch.Generator("cpu").manual_seed(seed))
+    return order[:count].sort().values.to(call.q.device)
 
 
-def far_pairs(mechanism: FavorAttention, heads: Heads, rows: Tensor) -> Tensor:
-    """bool `[B or 1, 1, R, S]`: pairs left to the features, were there no masks."""
-    k_index = real_index(heads.key_mask, heads.k)
-    q_index = k_index[:, rows] if mechanism.options.near else rows[None]
-    return ~mechanism.exact_pairs(q_index, k_index)
-
-
-def seen_pairs(heads: Heads, rows: Tensor) -> Tensor:
-    """bool `[B or 1, 1, R, S]`: keys that the queries `rows` may look at; rows of masked tokens see none."""
-    keys = torch.arange(heads.k.shape[2], device=rows.device)
-    seen = keys <= rows[:, None] if heads.causal else torch.ones_like(keys <= rows[:, None])
-    seen = seen[None, None] & heads.real[:, None, rows, None]
-    return seen if heads.key_mask is None else seen & heads.key_mask[:, None, None]
-
-
-def pair_moments(mechanism: FavorAttention, batches: Iterable[Heads], *, rows: int, seed: int, alike: bool) -> Moments:
+def pair_moments(mechanism: FavorAttention, calls: Iterable[Call], *, rows: int, seed: int, alike: bool) -> Moments:
     """Moments of the far pairs of sampled rows: weighted by their attention, or all `alike`."""
     total = None
-    for number, heads in enumerate(batches):
-        chosen = sample_rows(heads, rows, seed + number)
-        seen = seen_pairs(heads, chosen)
-        weights = normalised(seen.to(heads.q.dtype)) if alike else heads.exact_weights(chosen)
-        weights = (weights * (seen & far_pairs(mechanism, heads, chosen))).expand(-1, heads.q.shape[1], -1, -1)
-        x, y = (t.double() * heads.scale**0.5 for t in (heads.q[:, :, chosen], heads.k))
+    for number, call in enumerate(calls):
+        chosen = sample_rows(call, rows, seed + number)
+        seen = seen_pairs(call, chosen)
+        weights = normalised(seen.to(call.q.dtype)) if alike else call.exact_weights(chosen)
+        weights = (weights * (seen & far_pairs(mechanism, call, chosen))).expand(-1, call.q.shape[1], -1, -1)
+        x, y = (t.double() * call.scale**0.5 for t in (call.q[:, :, chosen], call.k))
         found = _sums(weights.double(), x, repeat_heads(y, x.shape[1]))  # centring cancels: float32 has too few digits
         total = found if total is None else Moments(*(a + b for a, b in zip(total, found, strict=True)))
     assert total is not None
@@ -88,14 +74,14 @@ def _sums(weights: Tensor, x: Tensor, y: Tensor) -> Moments:
 
 
 def weighted_moments(
-    mechanism: FavorAttention, batches: Sequence[Heads], map_heads: int, *, rows: int, seed: int, alike: bool = False
+    mechanism: FavorAttention, calls: Sequence[Call], map_heads: int, *, rows: int, seed: int, alike: bool = False
 ) -> Moments:
     """As `pair_moments`, summed to the heads of a map; heads that never look far away have all pairs alike."""
-    moments = pair_moments(mechanism, batches, rows=rows, seed=seed, alike=alike).in_heads(map_heads)
+    moments = pair_moments(mechanism, calls, rows=rows, seed=seed, alike=alike).in_heads(map_heads)
     looks = moments.weight > 0
     if bool(looks.all()):
         return moments
-    plain = pair_moments(mechanism, batches, rows=rows, seed=seed, alike=True).in_heads(map_heads)
+    plain = pair_moments(mechanism, calls, rows=rows, seed=seed, alike=True).in_heads(map_heads)
     checks.some_far_rows(plain.weight, rows)
     return Moments(
         *(torch.where(looks.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(moments, plain, strict=True))

@@ -6,37 +6,38 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from subquad.calibration.heads import Heads
-from subquad.calibration.moments import far_pairs, fitted_proposal, sample_rows, seen_pairs, weighted_moments
+from subquad.calibration.moments import fitted_proposal, sample_rows, weighted_moments
 from subquad.checks import calibration as checks
 from subquad.features.learned import ExponentialFeatures, SoftmaxFeatures
 from subquad.features.positive import FeatureMap, draw_rows
 from subquad.mechanism import repeat_heads
 from subquad.mechanisms.favor import FavorAttention
+from subquad.recording.calls import Call
+from subquad.recording.pairs import far_pairs, seen_pairs
 
 TOKENS_PER_STEP = 1024  # queries of one step, all of whose keys take part
 LEARNING_RATE = 0.05  # of maps whose W x has the deviation 2
 RIDGE = 1e-2
 
 
-def start_features(mechanism: FavorAttention, batches: Sequence[Heads], *, rows: int, seed: int) -> None:
+def start_features(mechanism: FavorAttention, calls: Sequence[Call], *, rows: int, seed: int) -> None:
     """Sharp, rotated softmax maps with a fitted offset; exponential ones from a calibrated draw."""
     features = mechanism.features
     if isinstance(features, SoftmaxFeatures):
-        features.start(*_sizes(batches, len(features.query)), seed)
+        features.start(*_sizes(calls, len(features.query)), seed)
         if features.offset_weight is not None:
-            _fit_offset(mechanism, features, batches, rows=rows, seed=seed)
+            _fit_offset(mechanism, features, calls, rows=rows, seed=seed)
         return
     assert isinstance(features, ExponentialFeatures)
     heads, num_features, dim = features.query.shape
-    moments = weighted_moments(mechanism, batches, heads, rows=rows, seed=seed)
+    moments = weighted_moments(mechanism, calls, heads, rows=rows, seed=seed)
     how = {"coupling": mechanism.coupling, "num_heads": heads, "seed": seed}
     features.start(draw_rows(dim, num_features, **how, proposal=fitted_proposal("calibrated", moments)))
 
 
 def train_features(
     mechanism: FavorAttention,
-    batches: Sequence[Heads],
+    calls: Sequence[Call],
     *,
     steps: int,
     seed: int,
@@ -47,12 +48,11 @@ def train_features(
     parameters = list(mechanism.features.parameters())
     optimizer = torch.optim.Adam(_groups(mechanism), betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2)
-    exact = [heads.exact() for heads in batches]
+    calls = [call.answered(call.exact(), exact=True) for call in calls]  # once, not in every step
     for step in range(steps):
-        number = step % len(batches)
-        heads, want = _some_sequences(batches[number], exact[number], generator)
+        call = _some_sequences(calls[step % len(calls)], generator)
         with torch.enable_grad():
-            loss = relative_loss(heads.attend(mechanism), want, heads.real)
+            loss = relative_loss(call.attend(mechanism), call.exact(), call.real)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -81,19 +81,18 @@ def _groups(mechanism: FavorAttention) -> list[dict]:
     return groups
 
 
-def _some_sequences(heads: Heads, want: Tensor, generator: torch.Generator) -> tuple[Heads, Tensor]:
+def _some_sequences(call: Call, generator: torch.Generator) -> Call:
     """As many as make a step."""
-    count = max(1, TOKENS_PER_STEP // heads.q.shape[2])
-    if count >= len(heads.q):
-        return heads, want
-    index = torch.randperm(len(heads.q), generator=generator)[:count].to(heads.q.device)
-    return heads.sequences(index), want[index]
+    count = max(1, TOKENS_PER_STEP // call.q.shape[2])
+    if count >= len(call.q):
+        return call
+    return call.sequences(torch.randperm(len(call.q), generator=generator)[:count].to(call.q.device))
 
 
-def _sizes(batches: Sequence[Heads], map_heads: int) -> tuple[Tensor, Tensor]:
+def _sizes(calls: Sequence[Call], map_heads: int) -> tuple[Tensor, Tensor]:
     """Root mean squares of the entries of x and y for each head of the map."""
-    x = [(heads.q, heads.real, heads.scale) for heads in batches]
-    y = [(heads.k, heads.key_mask, heads.scale) for heads in batches]
+    x = [(call.q, call.real, call.scale) for call in calls]
+    y = [(call.k, call.key_mask, call.scale) for call in calls]
     return _root_mean_square(x, map_heads), _root_mean_square(y, map_heads)
 
 
@@ -111,7 +110,7 @@ def _root_mean_square(parts: Sequence[tuple[Tensor, Tensor | None, float]], map_
 
 @torch.no_grad()
 def _fit_offset(
-    mechanism: FavorAttention, features: SoftmaxFeatures, batches: Sequence[Heads], *, rows: int, seed: int
+    mechanism: FavorAttention, features: SoftmaxFeatures, calls: Sequence[Call], *, rows: int, seed: int
 ) -> None:
     """Ridge regression of log(exact far mass) - log(estimated far mass) on [1, x], where far and near compete."""
     assert features.offset_weight is not None
@@ -119,7 +118,7 @@ def _fit_offset(
     features.offset_weight.zero_()
     features.offset_bias.zero_()
     inputs, targets, weights = zip(
-        *(_far_mass(mechanism, heads, sample_rows(heads, rows, seed + i)) for i, heads in enumerate(batches)),
+        *(_far_mass(mechanism, call, sample_rows(call, rows, seed + i)) for i, call in enumerate(calls)),
         strict=True,
     )
     map_heads = len(features.offset_bias)
@@ -136,15 +135,15 @@ def _fit_offset(
     features.offset_weight.copy_(solution[:, 1:])
 
 
-def _far_mass(mechanism: FavorAttention, heads: Heads, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _far_mass(mechanism: FavorAttention, call: Call, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x `[B, H, R, D]`, how much the log of its far mass is underestimated, and how much that matters `[B, H, R]`."""
-    x, y = (t.double() * heads.scale**0.5 for t in (heads.q[:, :, rows], heads.k))
+    x, y = (t.double() * call.scale**0.5 for t in (call.q[:, :, rows], call.k))
     y = repeat_heads(y, x.shape[1])
-    seen = seen_pairs(heads, rows)
-    far = seen & far_pairs(mechanism, heads, rows)
+    seen = seen_pairs(call, rows)
+    far = seen & far_pairs(mechanism, call, rows)
     logits = x @ y.mT
     estimate = _log_softmax_estimate(x, y, mechanism.feature_map)
-    if heads.gaussian:
+    if call.gaussian:
         logits, estimate = (t - (y.square().sum(-1) / 2)[:, :, None] for t in (logits, estimate))
     exact = logits.masked_fill(~far, -torch.inf).logsumexp(-1)
     share = (exact - logits.masked_fill(~seen, -torch.inf).logsumexp(-1)).exp()

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from subquad.calibration.heads import is_causal
-from subquad.checks import calibration as heard
 from subquad.checks import conversion as checks
+from subquad.checks.recording import whole_attention
 from subquad.mechanisms import mechanism_class
 from subquad.nn.self_attention import layer_mechanism
+from subquad.recording.hugging_face import given_mask, is_causal
 
 IMPLEMENTATION = "subquad"  # our name among the attention functions of transformers
 CHILD = "subquad_attention"  # our name in an attention module
@@ -55,7 +55,7 @@ def swap_attention(model: Model, attention: str = "favor", **options: Any) -> Mo
     for (_, module), mechanism in zip(found, mechanisms, strict=True):
         setattr(module, CHILD, mechanism.to(_device(module, model)).train(module.training))
     AttentionInterface.register(IMPLEMENTATION, _attend)
-    AttentionMaskInterface.register(IMPLEMENTATION, _padding)
+    AttentionMaskInterface.register(IMPLEMENTATION, given_mask)
     model.set_attn_implementation(IMPLEMENTATION)  # pyright: ignore[reportCallIssue]
     checks.goes_through_us(model, IMPLEMENTATION)
     _forget_gguf(model)
@@ -114,7 +114,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """q `[B, H, T, D]`, k, v `[B, K, T, D]`, mask `[B, T]`; the output `[B, T, H, D]`, and no weights."""
     name = type(module).__name__
-    heard.whole_attention(name, q, k, options)
+    whole_attention(name, q, k, options)
     checks.no_dropout(name, dropout)
     checks.padding_mask(name, mask)
     asked = q.shape[-1] ** -0.5 if scaling is None else scaling
@@ -123,8 +123,3 @@ def _attend(
     mechanism = getattr(module, CHILD)
     out = mechanism(q, k, v, causal=is_causal(module, options), key_mask=None if mask is None else mask.bool())
     return out.transpose(1, 2), None
-
-
-def _padding(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor | None:
-    """Which tokens are real, as the user gave it; transformers would drop it for a function that it does not know."""
-    return attention_mask

@@ -6,17 +6,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from subquad.calibration.fitting import Settings, fitted_attention
-from subquad.calibration.heads import Batch, Heads, Layer, collect
-from subquad.calibration.progress import Tell, counting, telling
-from subquad.checks import calibration as calibration_checks
+from subquad.calibration.fitted import drawn_attention
 from subquad.checks import diagnostics as checks
+from subquad.checks.calibration import all_exact
 from subquad.diagnostics.diagnosis import Diagnosis, HeadDiagnosis, LayerDiagnosis
-from subquad.diagnostics.probes import Fidelity, anatomy, fidelity
+from subquad.diagnostics.probes import anatomy
 from subquad.diagnostics.verdicts import CALIBRATE, FINE, SHARP, good, helps, settled
 from subquad.features.drawn import PLAIN
 from subquad.features.draws import derived_seed
 from subquad.mechanisms.favor import FavorAttention
+from subquad.recording.calls import Call
+from subquad.recording.fidelity import Fidelity, sampled_fidelity
+from subquad.recording.progress import Tell, telling
+from subquad.recording.record import LayerCalls, Recording
+from subquad.recording.stream import Batch
 
 FIT_ROWS = 256  # queries per batch that a calibrated draw is fitted to, as in `calibrate`
 
@@ -85,25 +88,24 @@ def diagnose(
     settings = _Settings(rows, tolerance, seed, **given_options)
     checks.diagnose_settings(settings, PLAIN)
     settings.features_for(8)  # complains before the model runs
-    given = list(calibration_checks.batches("diagnose", batches))
     with telling(progress) as tell:
-        counter = counting(tell, "running the model", len(given))
-        layers = collect(model, given, op="diagnose", exact=False, progress=counter)
-        checks.options_are_used([layer.mechanism for layer in layers], FavorAttention, given_options)
-        found = []
-        for number, layer in enumerate(layers):
-            tell(f"measuring {layer.name}", number, len(layers))
+        recording = Recording(model, batches, op="diagnose", exact=False, tell=tell)
+        checks.options_are_used([layer.mechanism for layer in recording.layers], FavorAttention, given_options)
+        found, sequences = [], 0
+        for number, layer in enumerate(recording):
+            tell(f"measuring {layer.name}", number, len(recording))
             found.append(_diagnose_layer(layer, settings, number))
-    return Diagnosis(tolerance, rows, sum(len(heads.q) for heads in layers[0].heads), tuple(found))
+            sequences = sequences or sum(len(call.q) for call in layer.calls)  # of the first layer
+    return Diagnosis(tolerance, rows, sequences, tuple(found))
 
 
-def _diagnose_layer(layer: Layer, settings: _Settings, number: int) -> LayerDiagnosis:
+def _diagnose_layer(layer: LayerCalls, settings: _Settings, number: int) -> LayerDiagnosis:
     own = isinstance(layer.mechanism, FavorAttention)
     mechanism = layer.mechanism if isinstance(layer.mechanism, FavorAttention) else _stand_in(layer, settings, number)
-    found = fidelity(mechanism, layer.heads, rows=settings.rows, seed=settings.seed)
-    parts = anatomy(mechanism, layer.heads, rows=settings.rows, seed=settings.seed)
+    found = sampled_fidelity(mechanism, layer.calls, rows=settings.rows, seed=settings.seed)
+    parts = anatomy(mechanism, layer.calls, rows=settings.rows, seed=settings.seed)
     fine = [good(error, _baselines(found, h), settings.tolerance) for h, error in enumerate(found.error.tolist())]
-    trial = None if all(fine) or settled(mechanism) else _trial(mechanism, layer.heads, settings, number)
+    trial = None if all(fine) or settled(mechanism) else _trial(mechanism, layer.calls, settings, number)
     heads = []
     for h, is_fine in enumerate(fine):
         helped = trial is not None and trial.helps(h, settings.tolerance)
@@ -136,14 +138,14 @@ def _baselines(found: Fidelity, head: int) -> list[float]:
     return [float(errors[head]) for errors in (found.uniform, found.near) if errors is not None]
 
 
-def _stand_in(layer: Layer, settings: _Settings, number: int) -> FavorAttention:
+def _stand_in(layer: LayerCalls, settings: _Settings, number: int) -> FavorAttention:
     """What would replace the exact attention of a layer."""
-    heads = layer.heads[0]
-    crossed = any(h.q.shape[2] != h.k.shape[2] for h in layer.heads)
-    options = {"scale": heads.scale, "num_heads": heads.k.shape[1], "seed": derived_seed(settings.seed, number)}
+    call = layer.calls[0]
+    crossed = any(c.q.shape[2] != c.k.shape[2] for c in layer.calls)
+    options = {"scale": call.scale, "num_heads": call.k.shape[1], "seed": derived_seed(settings.seed, number)}
     if crossed:
         options["near"] = 0
-    return settings.features_for(heads.q.shape[-1], **options).to(heads.q.device)
+    return settings.features_for(call.q.shape[-1], **options).to(call.q.device)
 
 
 class _Trial(NamedTuple):
@@ -157,29 +159,29 @@ class _Trial(NamedTuple):
         return helps(error, present, _baselines(self.present, head), tolerance)
 
 
-def _trial(mechanism: FavorAttention, batches: Sequence[Heads], settings: _Settings, number: int) -> _Trial | None:
+def _trial(mechanism: FavorAttention, calls: Sequence[Call], settings: _Settings, number: int) -> _Trial | None:
     """None where no sequence is long enough to have a far field."""
-    fit, measure = _halves(mechanism, batches)
+    fit, measure = _halves(mechanism, calls)
     if not fit:
         return None
-    how = Settings("calibrated", None, 1, settings.tolerance, 1, FIT_ROWS, None, settings.seed)
+    seed = derived_seed(settings.seed, number, 1)
     with torch.no_grad():
-        fitted = fitted_attention(mechanism, fit, how, mechanism.num_features, derived_seed(settings.seed, number, 1))
+        fitted = drawn_attention(mechanism, fit, "calibrated", mechanism.num_features, rows=FIT_ROWS, seed=seed)
     sample = {"rows": settings.rows, "seed": derived_seed(settings.seed, 1)}
-    return _Trial(fidelity(mechanism, measure, **sample), fidelity(fitted, measure, **sample))
+    return _Trial(sampled_fidelity(mechanism, measure, **sample), sampled_fidelity(fitted, measure, **sample))
 
 
-def _halves(mechanism: FavorAttention, batches: Sequence[Heads]) -> tuple[list[Heads], list[Heads]]:
+def _halves(mechanism: FavorAttention, calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
     """Every other sequence that has a far field; one alone is in both halves."""
     options, halves = mechanism.options, ([], [])
     found = []
-    for number, heads in enumerate(batches):
-        exact = calibration_checks.all_exact(options.near, options.sinks, heads.causal)
-        lengths = [heads.k.shape[2]] * len(heads.k) if heads.key_mask is None else heads.key_mask.sum(-1).tolist()
+    for number, call in enumerate(calls):
+        exact = all_exact(options.near, options.sinks, call.causal)
+        lengths = [call.k.shape[2]] * len(call.k) if call.key_mask is None else call.key_mask.sum(-1).tolist()
         found += [(number, index) for index, length in enumerate(lengths) if length > exact]
     for half, places in zip(halves, (found[::2], found[1::2] or found), strict=True):
-        for number, heads in enumerate(batches):
+        for number, call in enumerate(calls):
             index = [i for n, i in places if n == number]
             if index:
-                half.append(heads.sequences(torch.tensor(index, device=heads.q.device)))
+                half.append(call.sequences(torch.tensor(index, device=call.q.device)))
     return halves

@@ -73,7 +73,7 @@ class LayerDiagnosis:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All layers that were heard. rows: queries of each of the `sequences` that were compared with exact attention."""
+    """All recorded layers. rows: queries of each of the `sequences` that were compared with exact attention."""
 
     tolerance: float
     rows: int

@@ -1,56 +1,41 @@
 """The attention matrices of a model on one sequence: ours through `attention_matrix`, Hugging Face's as they come."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from subquad.checks import diagnostics as checks
 from subquad.mechanism import Mechanism
+from subquad.recording.calls import Call, Layer
+from subquad.recording.hugging_face import implementation
+from subquad.recording.layers import own_layers
+from subquad.recording.stream import stream
 
 
 @torch.no_grad()
 def attention_matrices(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """Matrices `[H, n, n]` of each layer, in the order of the layers; inputs `[1, n]` without padding."""
-    if any(isinstance(module, Mechanism) for module in model.modules()):
+    if own_layers(model, Mechanism):
         return _of_mechanisms(model, inputs)
     checks.shows_attention(model)
-    with _eager(model):
+    with implementation(model, "eager"):  # the only one that makes the matrices at all
         out = model(**inputs, output_attentions=True, return_dict=True)
     return [weights[0] for weights in checks.given_matrices(getattr(out, "attentions", None), model)]
 
 
 def _of_mechanisms(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Listens to what each mechanism is asked."""
+    """By the dense formula, for what each mechanism is given."""
     matrices: list[Tensor] = []
 
-    def listen(mechanism: Any, given: tuple[Tensor, ...], options: dict[str, Any]) -> None:
-        matrices.append(mechanism.attention_matrix(*given[:2], **options)[0])
+    def observe(layer: Layer, call: Call) -> None:
+        mechanism = cast(Mechanism, layer.mechanism)
+        matrix = mechanism.attention_matrix(call.q, call.k, causal=call.causal, key_mask=call.key_mask, **call.options)
+        matrices.append(matrix[0])
 
-    hooks = [
-        module.register_forward_pre_hook(listen, with_kwargs=True)
-        for module in model.modules()
-        if isinstance(module, Mechanism)
-    ]
-    try:
-        model(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    stream(model, [inputs], observe, op="spectrum", exact=False, kinds=Mechanism)
     return matrices
-
-
-@contextmanager
-def _eager(model: Any) -> Iterator[None]:
-    """Only this implementation of attention makes the matrices at all."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 def shuffled_rows(matrix: Tensor, seed: int) -> Tensor:

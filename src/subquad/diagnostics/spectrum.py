@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from subquad import files
 from subquad.checks import diagnostics as checks
 from subquad.diagnostics.matrices import attention_matrices, shuffled_rows
+from subquad.recording.stream import evaluating
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,8 @@ def spectrum(
     inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
     real = checks.batch(inputs)
     tokens = checks.one_length(real, length)
-    was_training, total = model.training, None
-    model.eval()
-    try:
+    total = None
+    with evaluating(model):
         for row, mask in enumerate(real):
             places = mask.nonzero()[:tokens, 0]
             alone = {name: x[row : row + 1, places] for name, x in inputs.items() if name != "attention_mask"}
@@ -90,8 +90,6 @@ def spectrum(
             total = shares if total is None else total + shares
             if progress is not None:
                 progress(1)
-    finally:
-        model.train(was_training)
     assert total is not None
     return SpectrumResult(total / len(real), len(real))
 

@@ -1,13 +1,14 @@
 """FAVOR layers that tell a model no more than the mean of all values would."""
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import nn
 
-from subquad.calibration.heads import Batch, collect
 from subquad.checks.calibration import all_exact
-from subquad.diagnostics.probes import fidelity
 from subquad.mechanisms.favor import FavorAttention
+from subquad.recording.fidelity import sampled_fidelity
+from subquad.recording.record import Recording
+from subquad.recording.stream import Batch, is_favor
 
 USELESS = 0.9  # of the error of the mean of all values
 LARGE = 0.3  # errors below that harm nobody, as in a model that has not learned to look at anything yet
@@ -26,14 +27,12 @@ def useless_layers(model: nn.Module, batch: Batch, *, rows: int) -> list[Useless
     if not any(isinstance(module, FavorAttention) for module in model.modules()):
         return []
     found = []
-    for layer in collect(model, [batch], op="diagnose", exact=False):
-        mechanism = layer.mechanism
-        if not isinstance(mechanism, FavorAttention):
-            continue
+    for layer in Recording(model, [batch], op="diagnose", exact=False, wanted=is_favor):
+        mechanism = cast(FavorAttention, layer.mechanism)
         near, sinks = mechanism.options.near, mechanism.options.sinks
-        if all(h.k.shape[2] <= all_exact(near, sinks, h.causal) for h in layer.heads):
+        if all(call.k.shape[2] <= all_exact(near, sinks, call.causal) for call in layer.calls):
             continue
-        errors = fidelity(mechanism, layer.heads, rows=rows, seed=0)
+        errors = sampled_fidelity(mechanism, layer.calls, rows=rows, seed=0)
         error, uniform = float(errors.error.mean()), float(errors.uniform.mean())
         if error > LARGE and error >= USELESS * uniform:
             found.append(Useless(layer.name, error, uniform))

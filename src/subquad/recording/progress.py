@@ -8,16 +8,20 @@ from importlib.util import find_spec
 Tell = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 
 
+def silent(what: str, done: int, total: int) -> None:
+    """Nobody wants to know."""
+
+
 @contextmanager
 def telling(progress: bool | Tell) -> Iterator[Tell]:
-    """A function to be told of progress: the caller's own, a bar on a terminal, or one that keeps it to itself."""
+    """A function to be told of progress: the caller's own, a bar on a terminal, or one that does nothing."""
     if callable(progress):
         yield progress
     elif progress and sys.stderr.isatty() and find_spec("rich") is not None:
         with _bar() as tell:
             yield tell
     else:
-        yield lambda *_: None
+        yield silent
 
 
 @contextmanager
@@ -30,15 +34,3 @@ def _bar() -> Iterator[Tell]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("")
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
-
-
-def counting(tell: Tell, what: str, total: int) -> Callable[[int], None]:
-    """For work that tells how much more of it is done."""
-    done = 0
-
-    def count(amount: int) -> None:
-        nonlocal done
-        done += amount
-        tell(what, done, total)
-
-    return count
