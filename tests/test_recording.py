@@ -136,6 +136,17 @@ def test_attention_of_hugging_face_without_a_scale_has_the_usual_one() -> None:
     assert told.scale == silent.scale == 0.5  # of 4 dimensions
 
 
+@pytest.mark.parametrize("name", ["softmax", "favor", "linformer", "window", "strided", "lsh", "cluster", "identity"])
+def test_scales_of_every_mechanism(name: str) -> None:
+    given = {"linformer": {"max_length": 12, "rank": 4}, "lsh": {"bucket_size": 4}}.get(name, {})
+    scales = {"scale": 0.3} if name != "identity" else {}
+    for options, want in ((scales, scales.get("scale", 8**-0.5)), ({}, 8**-0.5)):
+        found: list[Call] = []
+        attention = subquad.attention(name, head_dim=8, **given, **options)
+        stream(attention, [qkv()], lambda _, call, to=found: to.append(call), op="t", exact=False, kinds=Mechanism)
+        assert found[0].scale == want
+
+
 def test_the_gaussian_kernel_is_recorded() -> None:
     attention = FavorAttention(8, 4, near=0, sinks=0, kernel="gaussian", scale=0.3)
     (layer,) = recorded(attention, qkv())
@@ -398,7 +409,7 @@ def test_exact_outputs_are_computed_once(estimator: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(calls_module, "softmax_attention", counting)
     subquad.calibrate(mixed(), [padded()] * 3, progress=False, **brief(estimator))
-    assert len(made) == 3 * 3  # batches times layers; the softmax layer runs itself
+    assert len(made) == 3 * 3  # batches times layers
 
 
 # Attention matrices ---------------------------------------------------------------------------------------------------

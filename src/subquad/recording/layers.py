@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from subquad import checks
 from subquad.mechanism import Mechanism
-from subquad.mechanisms.favor import FavorAttention
 from subquad.recording.calls import Call, Layer, Observe
 
 Forward = Callable[..., Tensor]
@@ -78,7 +77,7 @@ def _observed(layer: Layer, mechanism: Mechanism, original: Forward, observe: Ob
 
 
 def _kernel(mechanism: Mechanism, q: Tensor) -> tuple[float, bool]:
-    """The scale of q.k, and whether the kernel is Gaussian."""
-    if isinstance(mechanism, FavorAttention):
-        return mechanism.options.scale, mechanism.options.gaussian
-    return getattr(mechanism, "scale", q.shape[-1] ** -0.5), False
+    """The scale of q.k, and whether the kernel is Gaussian; mechanisms keep them among their options or beside them."""
+    options = getattr(mechanism, "options", None)
+    scale = getattr(options, "scale", getattr(mechanism, "scale", None))
+    return q.shape[-1] ** -0.5 if scale is None else scale, getattr(options, "gaussian", False)
