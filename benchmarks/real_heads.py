@@ -40,7 +40,7 @@ def heads(name: str, draws: int, steps: int) -> dict[str, Any]:
     records = measure(given, Plan(DRAWN, ("orthogonal",), (FAVOR,), draws))
     show(records)
     trained = time.time()
-    records += measure(given, Plan(("softmax",), ("orthogonal",), (LEARNED,), 1, (True,), steps))[-1:]
+    records += measure(given, Plan(("hedgehog",), ("orthogonal",), (LEARNED,), 1, (True,), steps))[-1:]
     ratios = ratios_of(records)
     print(json.dumps(ratios, indent=1), f"learned in {time.time() - trained:.0f} s", flush=True)
     options = {"draws": draws, "steps": steps, "near": given.near, "sinks": 4}
@@ -63,8 +63,8 @@ def ratios_of(records: list[Record]) -> dict[str, float]:
     for near, where in ((False, "alone"), (True, "near blocks and sinks")):
         for estimator in ("calibrated", "balanced"):
             ratios[f"{estimator} / FAVOR+, {where}"] = by[near, estimator] / by[near, "positive"]
-    ratios["learned / FAVOR+, near blocks and sinks"] = by[True, "softmax"] / by[True, "positive"]
-    ratios["learned / near blocks and sinks only"] = by[True, "softmax"] / by[True, "window"]
+    ratios["learned / FAVOR+, near blocks and sinks"] = by[True, "hedgehog"] / by[True, "positive"]
+    ratios["learned / near blocks and sinks only"] = by[True, "hedgehog"] / by[True, "window"]
     return {name: round(ratio, 4) for name, ratio in ratios.items()}
 
 
@@ -83,7 +83,7 @@ def masked(steps: int) -> dict[str, Any]:
         ("FAVOR+", None),
         ("calibrated", {"estimator": "calibrated", "transform": False}),
         ("balanced", {"estimator": "calibrated", "transform": True}),
-        ("learned", {"estimator": "softmax", "steps": steps}),
+        ("learned", {"estimator": "hedgehog", "steps": steps}),
     )
     for name, fit in fits:
         model, began = swap_attention(copy.deepcopy(loaded.model), "favor", **options), time.time()

@@ -29,7 +29,7 @@ OPTIONS_OF: dict[str, tuple[dict[str, Any], ...]] = {
         {"num_features": 20, "near": 0, "sinks": 0, "num_heads": 2},
         {"num_features": 8, "near": 0, "sinks": 3, "kernel": "gaussian"},
         {"num_features": 40, "near": 3, "sinks": 0, "estimator": "hyperbolic", "chunk": 5},
-        {"num_features": 8, "near": 4, "sinks": 2, "estimator": "softmax"},
+        {"num_features": 8, "near": 4, "sinks": 2, "estimator": "hedgehog"},
         {"num_features": 8, "near": 4, "sinks": 2, "num_heads": 4},
     ),
     "linear": (

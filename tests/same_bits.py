@@ -64,7 +64,7 @@ def two_engines(backend: str) -> dict[str, Make]:
         "favor, gaussian": functools.partial(favor, near=16, kernel="gaussian", num_heads=2),
         "favor, hyperbolic": functools.partial(favor, near=0, sinks=4, estimator="hyperbolic"),
         "favor, calibrated": functools.partial(learned, near=16, estimator="calibrated", transform=True, num_heads=2),
-        "favor, hedgehog": functools.partial(learned, near=16, estimator="softmax", num_heads=2),
+        "favor, hedgehog": functools.partial(learned, near=16, estimator="hedgehog", num_heads=2),
         "favor, exponential": functools.partial(learned, near=0, sinks=0, estimator="exponential"),
         "linear": linear,
         "linear, softplus": functools.partial(linear, feature_map="softplus"),

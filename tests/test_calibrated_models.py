@@ -37,7 +37,7 @@ def reloaded(model: Any, folder: Path) -> Any:
 # Saved and loaded; a warning that features are not calibrated would be an error here ----------------------------------
 
 
-@pytest.mark.parametrize("estimator", ["calibrated", "sharp", "optimal", "softmax", "exponential"])
+@pytest.mark.parametrize("estimator", ["calibrated", "sharp", "optimal", "hedgehog", "exponential"])
 @pytest.mark.parametrize("kind", [SubquadModel, SubquadForCausalLM, SubquadForMaskedLM])
 def test_saved_models_come_back(kind: Any, estimator: str, tmp_path: Path) -> None:
     model, ids = calibrated(kind, estimator), random_ids(2, 50)
@@ -47,7 +47,7 @@ def test_saved_models_come_back(kind: Any, estimator: str, tmp_path: Path) -> No
     assert (mechanism.estimator, mechanism.num_heads, len(mechanism.feature_map.query)) == (estimator, 2, 2)
 
 
-@pytest.mark.parametrize("estimator", ["calibrated", "softmax"])
+@pytest.mark.parametrize("estimator", ["calibrated", "hedgehog"])
 def test_each_layer_its_own_number_of_features(estimator: str, tmp_path: Path) -> None:
     """The second layer attends more evenly than the first, so fewer features do."""
     model = make(SubquadForCausalLM, torch.float32, attention_options=OPTIONS)
@@ -78,7 +78,7 @@ def test_a_transform_comes_back_and_can_go_again(tmp_path: Path) -> None:
     model, ids = calibrated(transform=True), random_ids(2, 50)
     assert [options["transform"] for options in model.config.attention_options] == [True, True]
     assert torch.equal(reloaded(model, tmp_path / "a")(ids)[0], model(ids)[0])
-    calibrate(model, [ids], estimator="softmax", steps=1)
+    calibrate(model, [ids], estimator="hedgehog", steps=1)
     assert not any("transform" in options for options in model.config.attention_options)
     assert torch.equal(reloaded(model, tmp_path / "b")(ids)[0], model(ids)[0])
 
@@ -95,7 +95,7 @@ def test_redrawn_models_stay_calibrated(tmp_path: Path) -> None:
 
 def test_learned_maps_of_a_fresh_model_belong_to_heads() -> None:
     """As drawn ones do: one map for each key head, and others in each layer."""
-    model = make(attention_options={**OPTIONS, "estimator": "softmax"})
+    model = make(attention_options={**OPTIONS, "estimator": "hedgehog"})
     first, second = (mechanism.features.query for mechanism in model.mechanisms())
     assert first.shape == (2, 8, 4)
     assert not torch.equal(first[0], first[1])
@@ -110,7 +110,7 @@ def test_models_of_any_precision_can_be_calibrated(dtype: torch.dtype) -> None:
         assert all(0 < error < 3 for layer in report.layers for error in layer.after)
 
 
-@pytest.mark.parametrize("estimator", ["calibrated", "softmax"])
+@pytest.mark.parametrize("estimator", ["calibrated", "hedgehog"])
 def test_half_precision_is_fitted_in_float32(estimator: str) -> None:
     """The same numbers give the same features, whatever they are stored in."""
     q, k, v = torch.randn(3, 2, 2, 40, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -150,7 +150,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--estimator", "softmax", "--features", "6", "--steps", "2"]], ids=["drawn", "learned"]
+    "arguments", [[], ["--estimator", "hedgehog", "--features", "6", "--steps", "2"]], ids=["drawn", "learned"]
 )
 def test_the_command_makes_a_model_for_the_others(
     arguments: list[str], runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -158,7 +158,7 @@ def test_the_command_makes_a_model_for_the_others(
     out, fasta = tmp_path / "new" / "model", str(runs["some.fasta"])
     assert main(["calibrate", str(runs["favor"]), fasta, *arguments, "--num", "4", "--out", str(out)]) == 0
     shown = capsys.readouterr()
-    estimator, features = ("softmax", 6) if arguments else ("calibrated", 8)
+    estimator, features = ("hedgehog", 6) if arguments else ("calibrated", 8)
     assert shown.out.startswith(f"estimator={estimator!r}; relative error of the outputs on ")
     assert shown.err.splitlines()[-1] == f"the calibrated model is in {out}"
     config = json.loads((out / "config.json").read_text())
@@ -186,7 +186,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "features": (["--features", "many"], "--features: must be a whole number of at least 1, or auto, got 'many'"),
     "no features": (["--features", "0"], "--features: must be a whole number of at least 1, or auto, got '0'"),
     "steps": (
-        ["--estimator", "softmax", "--steps", "0"],
+        ["--estimator", "hedgehog", "--steps", "0"],
         "calibrate: steps must be a whole number of at least 1, got 0",
     ),
     "unused": (["--cap", "9"], "calibrate: cap is for num_features='auto'; leave it out"),
@@ -194,7 +194,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "num": (["--num", "0"], "--num: must be at least 1, got 0"),
     "estimator": (
         ["--estimator", "positive"],
-        "calibrate: estimator must be one of optimal, sharp, calibrated, softmax, exponential, got 'positive'",
+        "calibrate: estimator must be one of optimal, sharp, calibrated, hedgehog, exponential, got 'positive'",
     ),
     "short": (
         ["--length", "10"],

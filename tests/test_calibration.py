@@ -18,7 +18,7 @@ from subquad.calibration.fitting import split
 from subquad.calibration.training import _far_mass, start_features, train_features
 from subquad.errors import CalibrationError, UncalibratedWarning
 from subquad.features import Proposal
-from subquad.features.learned import SHARPNESS, SoftmaxFeatures
+from subquad.features.learned import SHARPNESS, HedgehogFeatures
 from subquad.features.positive import draw_rows
 from subquad.models import SubquadConfig, SubquadForCausalLM
 from subquad.recording.calls import Call
@@ -48,7 +48,7 @@ def layer(near: int = 0, **options: Any) -> FavorAttention:
 
 
 @pytest.mark.parametrize("near", [0, 8])
-@pytest.mark.parametrize("estimator", ["calibrated", "sharp", "softmax", "exponential"])
+@pytest.mark.parametrize("estimator", ["calibrated", "sharp", "hedgehog", "exponential"])
 def test_features_get_better_on_batches_that_were_held_out(estimator: str, near: int) -> None:
     attention = layer(near)
     report = subquad.calibrate(attention, batches(), progress=False, **brief(estimator, 40))
@@ -143,23 +143,23 @@ def test_what_cannot_be_reached_is_refused_and_changes_nothing() -> None:
 # Learned features -----------------------------------------------------------------------------------------------------
 
 
-def test_softmax_features_start_sharp() -> None:
-    attention = layer(estimator="softmax")
+def test_hedgehog_features_start_sharp() -> None:
+    attention = layer(estimator="hedgehog")
     call = Call(*stretched(0), False, None, attention.options.scale)
     start_features(attention, [call], rows=64, seed=0)
     features = attention.features
-    assert isinstance(features, SoftmaxFeatures)
+    assert isinstance(features, HedgehogFeatures)
     for x, weight in ((call.q, features.query), (call.k, features.key)):
         projected = attention.options.scale**0.5 * x @ weight.mT
         assert_close(projected.square().mean((0, 2, 3)).sqrt(), torch.full((2,), SHARPNESS), 1e-5, "size of W x")
 
 
 def test_the_offset_brings_the_far_mass_to_its_size() -> None:
-    attention = layer(8, estimator="softmax")
+    attention = layer(8, estimator="hedgehog")
     call = Call(*stretched(0), True, None, attention.options.scale)
     rows = torch.arange(LENGTH)
     features = attention.features
-    assert isinstance(features, SoftmaxFeatures)
+    assert isinstance(features, HedgehogFeatures)
     features.start(torch.ones(2), torch.ones(2), 0)
     _, missing, weight = _far_mass(attention, call, rows)
     before = (weight * missing.square()).sum() / weight.sum()
@@ -170,7 +170,7 @@ def test_the_offset_brings_the_far_mass_to_its_size() -> None:
 
 
 def test_training_lowers_the_error() -> None:
-    attention = layer(8, estimator="softmax")
+    attention = layer(8, estimator="hedgehog")
     calls = [Call(*stretched(seed), True, None, attention.options.scale) for seed in range(2)]
     start_features(attention, calls, rows=64, seed=0)
     measure = ExactOutputs(calls)
@@ -180,7 +180,7 @@ def test_training_lowers_the_error() -> None:
 
 
 def test_training_tells_every_step() -> None:
-    attention = layer(8, estimator="softmax")
+    attention = layer(8, estimator="hedgehog")
     told: list[int] = []
     calls = [Call(*stretched(0), True, None, attention.options.scale)]
     train_features(attention, calls, steps=3, seed=0, progress=told.append)
@@ -203,7 +203,7 @@ def test_a_step_takes_as_many_sequences_as_make_its_tokens(monkeypatch: pytest.M
 
 def test_far_mass_of_the_gaussian_kernel() -> None:
     """What a key brings is exp(-|x - y|^2 / 2); that of the query cancels, like everything common to a row."""
-    attention = layer(8, estimator="softmax", kernel="gaussian")
+    attention = layer(8, estimator="hedgehog", kernel="gaussian")
     q, k, v = (t.double() for t in stretched(0))
     scale = attention.options.scale
     rows = torch.arange(LENGTH)
@@ -217,7 +217,7 @@ def test_far_mass_of_the_gaussian_kernel() -> None:
     share = (exact - logits.logsumexp(-1)).exp()
     some = (far & visible).any(-1).expand_as(exact)
     assert_close(weight[some], (share * (1 - share) + 1e-3)[some], 1e-9)
-    estimate = training._log_softmax_estimate(x, y, attention.feature_map) - shift
+    estimate = training._log_hedgehog_estimate(x, y, attention.feature_map) - shift
     guess = estimate.masked_fill(~(far & visible), -torch.inf).logsumexp(-1)
     assert_close(missing[some], (exact - guess)[some], 1e-9)
 
@@ -249,7 +249,7 @@ def test_a_head_without_output_harms_no_other() -> None:
     q, k, v = stretched(0)
     v[:, 0] = 0
     attention = layer()
-    report = subquad.calibrate(attention, [(q, k, v)], estimator="softmax", steps=5)
+    report = subquad.calibrate(attention, [(q, k, v)], estimator="hedgehog", steps=5)
     assert all(bool(parameter.isfinite().all()) for parameter in attention.parameters())
     assert all(parameter.grad is None for parameter in attention.parameters())
     assert report.layers[0].after[0] == 0
@@ -262,7 +262,7 @@ def test_training_on_no_numbers_is_refused() -> None:
     attention = layer()
     before = attention.features
     with pytest.raises(CalibrationError) as raised:
-        subquad.calibrate(attention, [(q, k, v)], estimator="softmax", steps=2)
+        subquad.calibrate(attention, [(q, k, v)], estimator="hedgehog", steps=2)
     assert str(raised.value) == (
         "calibrate: training ended in features that are no numbers, and nothing was changed; are all queries, keys and "
         "values of the model finite?"
@@ -280,7 +280,7 @@ def test_a_head_that_looks_at_one_key_alone(size: float) -> None:
     assert all(0 <= error < 2 for error in report.layers[0].after), report
 
 
-@pytest.mark.parametrize("estimator", ["calibrated", "exponential", "softmax"])
+@pytest.mark.parametrize("estimator", ["calibrated", "exponential", "hedgehog"])
 def test_a_head_that_never_looks_far(estimator: str) -> None:
     """In float32 the weights of its far keys are all zero."""
     q, k, v = torch.randn(3, 1, 2, 40, 8, generator=torch.Generator().manual_seed(0))
@@ -296,7 +296,7 @@ def test_features_change_whole_or_not_at_all() -> None:
     attention = layer()
     before = repr(attention)
     with pytest.raises(subquad.errors.ConfigError):
-        attention.set_features("softmax", 33, None)
+        attention.set_features("hedgehog", 33, None)
     assert repr(attention) == before
 
 
@@ -355,23 +355,23 @@ def test_features_that_were_not_fitted_say_so() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"estimator": "sharpp"}, "calibrate: estimator must be one of optimal, sharp, calibrated, softmax, "),
+        ({"estimator": "sharpp"}, "calibrate: estimator must be one of optimal, sharp, calibrated, hedgehog, "),
         ({"num_features": 0}, "calibrate: num_features must be a whole number of at least 1, got 0"),
         ({"num_features": "auto", "target": 2}, "calibrate: target must lie between 0 and 1, got 2"),
         ({"seed": -1}, "calibrate: seed must be a whole number of at least 0, got -1"),
         (
             {"steps": 9},
-            "calibrate: steps is for learned features, estimator='softmax' or 'exponential'; leave it out",
+            "calibrate: steps is for learned features, estimator='hedgehog' or 'exponential'; leave it out",
         ),
         ({"cap": 9}, "calibrate: cap is for num_features='auto'; leave it out"),
-        ({"estimator": "softmax", "steps": 0}, "calibrate: steps must be a whole number of at least 1, got 0"),
+        ({"estimator": "hedgehog", "steps": 0}, "calibrate: steps must be a whole number of at least 1, got 0"),
         (
             {"estimator": "sharp", "transform": True},
             "calibrate: transform=True needs estimator='calibrated', got 'sharp'",
         ),
         (
-            {"estimator": "softmax", "num_features": "auto", "cap": 33},
-            "calibrate: estimator='softmax' has an even number of features, got cap=33",
+            {"estimator": "hedgehog", "num_features": "auto", "cap": 33},
+            "calibrate: estimator='hedgehog' has an even number of features, got cap=33",
         ),
     ],
 )

@@ -64,14 +64,14 @@ class PerQueryHead(FavorAttention):
         "favor-calibrated-transform": lambda: fitted(
             *(FavorAttention, D, 16), estimator="calibrated", backend="torch", near=8, sinks=2, transform=True
         ),
-        "favor-softmax": lambda: fitted(
-            FavorAttention, D, 16, estimator="softmax", backend="torch", near=8, sinks=2, num_heads=2
+        "favor-hedgehog": lambda: fitted(
+            FavorAttention, D, 16, estimator="hedgehog", backend="torch", near=8, sinks=2, num_heads=2
         ),
-        "favor-softmax-per-query-head": lambda: fitted(
-            PerQueryHead, D, 16, estimator="softmax", backend="torch", near=8, sinks=0, num_heads=4
+        "favor-hedgehog-per-query-head": lambda: fitted(
+            PerQueryHead, D, 16, estimator="hedgehog", backend="torch", near=8, sinks=0, num_heads=4
         ),
-        "favor-softmax-paper": lambda: fitted(
-            FavorAttention, D, 16, estimator="softmax", backend="torch", near=0, sinks=0
+        "favor-hedgehog-paper": lambda: fitted(
+            FavorAttention, D, 16, estimator="hedgehog", backend="torch", near=0, sinks=0
         ),
         "favor-exponential": lambda: fitted(
             FavorAttention, D, 16, estimator="exponential", backend="torch", near=8, sinks=2, num_heads=2

@@ -123,7 +123,7 @@ def test_a_swapped_model_is_calibrated() -> None:
     model = swap_attention(bert(attention_probs_dropout_prob=0.0).float(), "favor", num_features=16, near=0, sinks=0)
     batches = [{"input_ids": random_ids(2, 30 + i)} for i in range(3)]
     before = model(**batches[0]).logits
-    report = subquad.calibrate(model, batches, estimator="softmax", steps=20)
+    report = subquad.calibrate(model, batches, estimator="hedgehog", steps=20)
     assert [layer.name for layer in report.layers] == [
         f"bert.encoder.layer.{i}.attention.self.subquad_attention" for i in range(2)
     ]

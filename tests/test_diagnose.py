@@ -149,7 +149,7 @@ def written_down(attention: FavorAttention, mask: Tensor | None, causal: bool) -
         lambda: FavorAttention(D, 12, near=0, sinks=3, num_heads=K),
         lambda: fitted("positive", kernel="gaussian"),
         lambda: fitted("calibrated", transform=True),
-        lambda: fitted("softmax"),
+        lambda: fitted("hedgehog"),
     ],
     ids=["blocks", "no blocks", "gaussian", "transform", "learned"],
 )
@@ -392,11 +392,11 @@ def test_which_features_are_settled() -> None:
         attention = FavorAttention(8, 16, near=0, sinks=0, estimator=estimator)
         attention.redraw(5)
         assert not settled(attention)
-    for estimator in ("optimal", "sharp", "calibrated", "softmax", "exponential"):
+    for estimator in ("optimal", "sharp", "calibrated", "hedgehog", "exponential"):
         attention = FavorAttention(8, 16, near=8, sinks=0)
         calibrate(attention, inputs, **brief(estimator, 1))
         assert settled(attention) == (estimator not in ("optimal", "sharp"))
-    assert not settled(FavorAttention(8, 16, estimator="softmax"))
+    assert not settled(FavorAttention(8, 16, estimator="hedgehog"))
     assert not settled(FavorAttention(8, 16, estimator="exponential"))
 
 

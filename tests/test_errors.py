@@ -303,7 +303,7 @@ OPTIONS = {
     ),
     "estimator": (
         lambda: FavorAttention(8, estimator="positiv"),
-        "favor: estimator must be one of positive, hyperbolic, trigonometric, optimal, sharp, calibrated, softmax, "
+        "favor: estimator must be one of positive, hyperbolic, trigonometric, optimal, sharp, calibrated, hedgehog, "
         "exponential, got 'positiv' (did you mean 'positive'?)",
     ),
     "coupling": (
@@ -335,8 +335,8 @@ OPTIONS = {
         "favor: coupling='simplex' needs a head_dim of at least 2, got 1",
     ),
     "odd softmax": (
-        lambda: FavorAttention(8, 15, estimator="softmax"),
-        "favor: estimator='softmax' is a softmax of W x and one of -W x, so num_features must be even, got 15",
+        lambda: FavorAttention(8, 15, estimator="hedgehog"),
+        "favor: estimator='hedgehog' is a softmax of W x and one of -W x, so num_features must be even, got 15",
     ),
     "transform of a plain draw": (
         lambda: FavorAttention(8, transform=True),
@@ -347,8 +347,8 @@ OPTIONS = {
         "favor: transform=True leaves q.k as it is, but not the norms that kernel='gaussian' needs",
     ),
     "redraw of learned features": (
-        lambda: FavorAttention(8, estimator="softmax").redraw(1),
-        "favor: estimator='softmax' is learned, there is nothing to redraw; use subquad.calibrate",
+        lambda: FavorAttention(8, estimator="hedgehog").redraw(1),
+        "favor: estimator='hedgehog' is learned, there is nothing to redraw; use subquad.calibrate",
     ),
     "proposal with mirrored rows": (
         lambda: draw_feature_map(8, 16, estimator="hyperbolic", proposal=prior(1, 8, 0.1)),

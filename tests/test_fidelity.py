@@ -143,7 +143,7 @@ def own_errors(mechanism: FavorAttention, calls: list[Call]) -> Tensor:
 
 def test_fitted_features_never_see_what_they_are_measured_on() -> None:
     given = tiny()
-    plan = Plan(("calibrated", "balanced", "optimal", "softmax"), ("orthogonal",), (8,), 1, steps=2)
+    plan = Plan(("calibrated", "balanced", "optimal", "hedgehog"), ("orthogonal",), (8,), 1, steps=2)
     (layer, *_) = given.layers
     other = layer._replace(test=[call.replace(q=call.q * 2) for call in layer.test])
     for estimator in plan.estimators:
@@ -155,9 +155,12 @@ def test_fitted_features_never_see_what_they_are_measured_on() -> None:
 
 
 def test_learned_maps_are_trained_once_and_up_to_a_size() -> None:
-    plan = Plan(("positive", "softmax", "exponential"), ("iid", "orthogonal"), (64, 128, 256), draws=5)
+    plan = Plan(("positive", "hedgehog", "exponential"), ("iid", "orthogonal"), (64, 128, 256), draws=5)
     cells = list(plan.cells(near=True))
-    assert [cell for cell in cells if cell[0] == "softmax"] == [("softmax", "iid", 64, 1), ("softmax", "iid", 128, 1)]
+    assert [cell for cell in cells if cell[0] == "hedgehog"] == [
+        ("hedgehog", "iid", 64, 1),
+        ("hedgehog", "iid", 128, 1),
+    ]
     assert len(cells) == 3 + 2 + 2
     assert len(list(plan.cells(near=False))) == 2 * 3 + 2 + 2
     assert list(plan._replace(features=(256,)).cells(near=False))[-1] == ("exponential", "iid", 256, 1)
@@ -165,15 +168,15 @@ def test_learned_maps_are_trained_once_and_up_to_a_size() -> None:
 
 def test_more_features_and_learning_help() -> None:
     given = load_input("heavy", quick=True)
-    plan = Plan(("positive", "balanced", "softmax"), ("orthogonal",), (16, 64), 2, (False,), steps=30)
+    plan = Plan(("positive", "balanced", "hedgehog"), ("orthogonal",), (16, 64), 2, (False,), steps=30)
     found = {(r.estimator, r.num_features): r.mean for r in measure(given, plan)}
     assert found["balanced", 64] < found["balanced", 16] < found["positive", 16]
-    assert found["softmax", 64] < found["positive", 64]
+    assert found["hedgehog", 64] < found["positive", 64]
 
 
 def test_maps_of_one_head() -> None:
     title, maps = attention_maps(
-        tiny(llama), Plan(("positive", "sharp", "softmax"), ("iid",), (8,), steps=2), tokens=12
+        tiny(llama), Plan(("positive", "sharp", "hedgehog"), ("iid",), (8,), steps=2), tokens=12
     )
     assert title.startswith("a tiny model; model.layers.2.self_attn, head ")
     assert list(maps) == ["exact", "FAVOR+, 8 features", "calibrated, 8 features", "learned, 8 features"]
@@ -210,8 +213,8 @@ def test_command(tmp_path: Path, small_models: None, capsys: pytest.CaptureFixtu
     drawn = {"positive", "hyperbolic", "trigonometric", "optimal", "sharp", "calibrated", "balanced"}
     assert by_input == {
         "small": drawn | {"uniform", "window"},
-        "minilm": drawn | {"uniform", "window", "softmax"},
-        "smollm2": drawn | {"uniform", "window", "softmax"},
+        "minilm": drawn | {"uniform", "window", "hedgehog"},
+        "smollm2": drawn | {"uniform", "window", "hedgehog"},
     }
     pictures = ("couplings", "estimators", "near", "maps_minilm", "maps_smollm2")
     assert {path.name for path in (tmp_path / "new").iterdir()} == {
@@ -233,7 +236,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "estimator": (
         ["--estimators", "favor"],
         "--estimators: each name must be one of positive, hyperbolic, trigonometric, optimal, sharp, calibrated, "
-        "balanced, softmax, exponential, got 'favor'",
+        "balanced, hedgehog, exponential, got 'favor'",
     ),
     "coupling": (
         ["--couplings", "orth"],
@@ -268,11 +271,11 @@ def test_mistakes(arguments: list[str], message: str, tmp_path: Path, monkeypatc
 def test_calibrated_and_learned_features_on_a_real_model() -> None:
     """AntiBERTy, two layers: what docs/accuracy.md says, with room for noise."""
     given = load_input("antiberty", layers=2, quick=True)
-    plan = Plan(("positive", "balanced", "softmax"), ("orthogonal",), (128,), 2)
+    plan = Plan(("positive", "balanced", "hedgehog"), ("orthogonal",), (128,), 2)
     found = {(bool(r.near), r.estimator): r.mean for r in measure(given, plan)}
     for near in (False, True):
-        assert found[near, "softmax"] < found[near, "balanced"] < found[near, "positive"]
-    assert found[True, "softmax"] < found[True, "window"]
+        assert found[near, "hedgehog"] < found[near, "balanced"] < found[near, "positive"]
+    assert found[True, "hedgehog"] < found[True, "window"]
 
 
 # The script -----------------------------------------------------------------------------------------------------------
@@ -290,12 +293,12 @@ def test_ratios_of_all_heads(script: Any, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(script, "LEARNED", 8)
     report = script.heads("minilm", draws=2, steps=3)
     by = {(r["near"], r["estimator"]): r for r in report["records"]}
-    assert (by[4, "softmax"]["num_features"], by[4, "positive"]["num_features"]) == (8, 16)
+    assert (by[4, "hedgehog"]["num_features"], by[4, "positive"]["num_features"]) == (8, 16)
     for name, above, below in (
         ("calibrated / FAVOR+, alone", (0, "calibrated"), (0, "positive")),
         ("balanced / FAVOR+, near blocks and sinks", (4, "balanced"), (4, "positive")),
-        ("learned / FAVOR+, near blocks and sinks", (4, "softmax"), (4, "positive")),
-        ("learned / near blocks and sinks only", (4, "softmax"), (4, "window")),
+        ("learned / FAVOR+, near blocks and sinks", (4, "hedgehog"), (4, "positive")),
+        ("learned / near blocks and sinks only", (4, "hedgehog"), (4, "window")),
     ):
         assert report["ratios"][name] == pytest.approx(by[above]["mean"] / by[below]["mean"], abs=1e-4)
 

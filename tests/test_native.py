@@ -81,10 +81,12 @@ class PerQueryHead(NativeFavor):
         "favor-calibrated": lambda: fitted(
             NativeFavor, D, 16, estimator="calibrated", near=8, sinks=2, num_heads=2, transform=True, backend="cpu"
         ),
-        "favor-softmax": lambda: fitted(
-            NativeFavor, D, 16, estimator="softmax", near=8, sinks=2, num_heads=2, backend="cpu"
+        "favor-hedgehog": lambda: fitted(
+            NativeFavor, D, 16, estimator="hedgehog", near=8, sinks=2, num_heads=2, backend="cpu"
         ),
-        "favor-softmax-paper": lambda: fitted(NativeFavor, D, 16, estimator="softmax", near=0, sinks=0, backend="cpu"),
+        "favor-hedgehog-paper": lambda: fitted(
+            NativeFavor, D, 16, estimator="hedgehog", near=0, sinks=0, backend="cpu"
+        ),
         "favor-exponential": lambda: fitted(
             NativeFavor, D, 16, estimator="exponential", near=8, sinks=2, num_heads=2, backend="cpu"
         ),

@@ -44,7 +44,7 @@ MECHANISMS: dict[str, tuple[Callable[[], Mechanism], str]] = {
     "favor": (lambda: FavorAttention(D, 8, near=4, sinks=2, backend="torch"), "favor"),
     "favor, native": (lambda: FavorAttention(D, 8, near=4, sinks=2, backend="cpu"), "favor"),
     "favor of features only": (lambda: FavorAttention(D, 8, near=0, sinks=0, chunk=4, backend="torch"), "favor"),
-    "favor, learned": (lambda: fitted(FavorAttention, D, 8, estimator="softmax", near=4), "favor"),
+    "favor, learned": (lambda: fitted(FavorAttention, D, 8, estimator="hedgehog", near=4), "favor"),
     "linear": (lambda: LinearAttention(D, chunk=4, backend="torch"), "linear"),
     "linear, native": (lambda: LinearAttention(D, num_features=9, backend="cpu"), "linear"),
     "cluster": (lambda: ClusterAttention(D, num_clusters=3, bucket_size=4), "bucket"),

@@ -19,7 +19,7 @@ MECHANISMS: dict[str, Callable[[], Mechanism]] = {
     "favor": lambda: FavorAttention(8, 16, near=4, sinks=2),
     "favor, near=0": lambda: FavorAttention(8, 16, near=0, sinks=0),
     "favor, a map per head": lambda: FavorAttention(8, 16, near=4, num_heads=2),
-    "favor, learned": lambda: FavorAttention(8, 16, near=4, estimator="softmax"),
+    "favor, learned": lambda: FavorAttention(8, 16, near=4, estimator="hedgehog"),
     "linear": lambda: LinearAttention(8),
     "linear, projected": lambda: LinearAttention(8, feature_map="relu", num_features=16),
 }

@@ -100,7 +100,7 @@ FAST = {
     "favor, paper": FavorAttention(8, 32, **PAPER),
     "favor, sinks alone": FavorAttention(8, 32, near=0, sinks=3),
     "gaussian": FavorAttention(8, 32, near=8, sinks=2, kernel="gaussian"),
-    "learned": FavorAttention(8, 32, near=8, sinks=2, estimator="softmax"),
+    "learned": FavorAttention(8, 32, near=8, sinks=2, estimator="hedgehog"),
     **{f"linear, {phi}": LinearAttention(8, feature_map=phi) for phi in ("elu1", "relu", "softplus", "relu2", "exp")},
     "window": WindowAttention(8, window=8),
     "strided": StridedAttention(8, stride=8),

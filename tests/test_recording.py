@@ -378,7 +378,7 @@ def test_every_batch_of_every_run_is_told() -> None:
     assert told == [("running the model", 1, 2), ("running the model", 2, 2)] * 3
 
 
-@pytest.mark.parametrize("estimator", ["calibrated", "softmax"])
+@pytest.mark.parametrize("estimator", ["calibrated", "hedgehog"])
 def test_calibration_and_diagnosis_do_not_depend_on_the_budget(estimator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = [padded(), padded(3, 40)]
     found, defaults = [], Recording.__init__.__kwdefaults__ or {}
@@ -397,7 +397,7 @@ def test_calibration_and_diagnosis_do_not_depend_on_the_budget(estimator: str, m
 # What is computed once ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("estimator", ["optimal", "softmax"])
+@pytest.mark.parametrize("estimator", ["optimal", "hedgehog"])
 def test_exact_outputs_are_computed_once(estimator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the model runs; the errors before and after, and training, take them from there."""
     made: list[int] = []

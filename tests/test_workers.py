@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not library.AVAILABLE, reason=library.PROBLEM)
 MECHANISMS = {
     "favor": FavorAttention(64, 256, backend="cpu"),
     "favor, near=0": FavorAttention(64, 256, near=0, sinks=0, backend="cpu"),
-    "learned": FavorAttention(64, 128, estimator="softmax", backend="cpu"),
+    "learned": FavorAttention(64, 128, estimator="hedgehog", backend="cpu"),
     "linear": LinearAttention(64, backend="cpu"),
 }
 

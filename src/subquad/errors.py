@@ -58,6 +58,10 @@ class UncalibratedWarning(UserWarning):
     """Features that were meant to be fitted to data are used as they come."""
 
 
+class RenamedWarning(FutureWarning):
+    """A name of an earlier version, which still works."""
+
+
 class DamageWarning(UserWarning):
     """A damaged record or checkpoint that something else could take the place of."""
 

@@ -125,7 +125,7 @@ DIAGNOSE = (
         "nn/self_attention.py",
         "if not drawn and not isinstance(mechanism, FavorAttention):",
         "if not drawn:",
-        saved("come_back and softmax or fresh"),
+        saved("come_back and hedgehog or fresh"),
     ),
     Mutant(
         "calibrate: sequences with sinks beyond the near blocks are thought to have a far field",

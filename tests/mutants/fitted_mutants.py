@@ -101,11 +101,25 @@ FITTED = (
         calibration("to_fit_and_to_measure"),
     ),
     Mutant(
-        "no mirrored softmax",
+        "a config that keeps a former name",
+        "models/configuration.py",
+        "self.attention_options = current_options(self.attention_options)",
+        "pass",
+        "tests/test_former_names.py -k 'config or saved_before'",
+    ),
+    Mutant(
+        "a warning for every layer",
+        "features/names.py",
+        "@functools.cache  #",
+        "#",
+        "tests/test_former_names.py -k 'per_layer or a_layer'",
+    ),
+    Mutant(
+        "no mirrored map",
         LEARNED,
         "torch.cat([w, -w], dim=1)",
         "torch.cat([w, w], dim=1)",
-        calibration("softmax_features or better_on or offset or lowers"),
+        calibration("hedgehog_features or better_on or offset or lowers"),
     ),
     Mutant(
         "an offset that is not subtracted",

@@ -178,7 +178,7 @@ class Asked:
 
 def default_estimators(name: str, real: Sequence[str]) -> tuple[str, ...]:
     """All drawn ones, and on real heads the better of the learned."""
-    return (*DRAWN, BALANCED, "softmax") if name in real else (*DRAWN, BALANCED)
+    return (*DRAWN, BALANCED, "hedgehog") if name in real else (*DRAWN, BALANCED)
 
 
 @torch.no_grad()

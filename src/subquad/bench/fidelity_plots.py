@@ -19,7 +19,7 @@ COLORS = {
     "sharp": "tab:orange",
     "calibrated": "tab:green",
     "balanced": "tab:brown",
-    "softmax": "tab:purple",
+    "hedgehog": "tab:purple",
     "exponential": "tab:pink",
 }
 NAMES = {
@@ -27,7 +27,7 @@ NAMES = {
     "optimal": "optimal (FAVOR++)",
     "sharp": "sharp (FAVOR#)",
     "balanced": "calibrated, transformed",
-    "softmax": "learned softmax",
+    "hedgehog": "learned (Hedgehog)",
     "exponential": "learned exponential",
 }
 COUPLINGS = {"iid": ":", "orthogonal": "-", "simplex": "--", "hadamard": "-."}

@@ -15,6 +15,7 @@ from subquad.checks.recording import can_be_recorded
 from subquad.features.drawn import FITTED, DrawnFeatures
 from subquad.features.draws import derived_seed
 from subquad.features.learned import LEARNED
+from subquad.features.names import current_name
 from subquad.mechanisms.favor import FavorAttention
 from subquad.recording.calls import Call
 from subquad.recording.fidelity import ExactOutputs
@@ -65,7 +66,7 @@ def calibrate(
         batches: what the model takes: tensors, mappings (called as `model(**batch)`) or tuples (`model(*batch)`).
             A few thousand tokens do. What the layers are asked is kept in memory up to 2 GiB; where it is more, the
             model runs again for the layers that are left.
-        estimator: "calibrated", "optimal" or "sharp" (drawn), "softmax" or "exponential" (learned, better, slower).
+        estimator: "calibrated", "optimal" or "sharp" (drawn), "hedgehog" or "exponential" (learned, better, slower).
         num_features: per layer; None keeps what a layer has. "auto" doubles it until the mean error of the layer's
             heads is `target / 1.7` (two draws), and raises CalibrationError where `cap` features are not enough.
         steps: of training learned features, per layer; 200 unless given.
@@ -83,6 +84,7 @@ def calibrate(
         >>> layer.estimator, len(report.layers[0].after)
         ('calibrated', 2)
     """
+    estimator = current_name(estimator)
     checks.choice("calibrate", "estimator", estimator, (*FITTED, *LEARNED))
     checks.used(estimator in LEARNED, num_features == "auto", steps=steps, target=target, cap=cap)
     chosen = {"steps": steps, "target": target, "cap": cap}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from subquad.calibration.moments import fitted_proposal, sample_rows, weighted_moments
 from subquad.checks import calibration as checks
-from subquad.features.learned import ExponentialFeatures, SoftmaxFeatures
+from subquad.features.learned import ExponentialFeatures, HedgehogFeatures
 from subquad.features.positive import FeatureMap, draw_rows
 from subquad.mechanism import repeat_heads
 from subquad.mechanisms.favor import FavorAttention
@@ -21,9 +21,9 @@ RIDGE = 1e-2
 
 
 def start_features(mechanism: FavorAttention, calls: Sequence[Call], *, rows: int, seed: int) -> None:
-    """Sharp, rotated softmax maps with a fitted offset; exponential ones from a calibrated draw."""
+    """Sharp, rotated Hedgehog maps with a fitted offset; exponential ones from a calibrated draw."""
     features = mechanism.features
-    if isinstance(features, SoftmaxFeatures):
+    if isinstance(features, HedgehogFeatures):
         features.start(*_sizes(calls, len(features.query)), seed)
         if features.offset_weight is not None:
             _fit_offset(mechanism, features, calls, rows=rows, seed=seed)
@@ -110,7 +110,7 @@ def _root_mean_square(parts: Sequence[tuple[Tensor, Tensor | None, float]], map_
 
 @torch.no_grad()
 def _fit_offset(
-    mechanism: FavorAttention, features: SoftmaxFeatures, calls: Sequence[Call], *, rows: int, seed: int
+    mechanism: FavorAttention, features: HedgehogFeatures, calls: Sequence[Call], *, rows: int, seed: int
 ) -> None:
     """Ridge regression of log(exact far mass) - log(estimated far mass) on [1, x], where far and near compete."""
     assert features.offset_weight is not None
@@ -142,7 +142,7 @@ def _far_mass(mechanism: FavorAttention, call: Call, rows: Tensor) -> tuple[Tens
     seen = seen_pairs(call, rows)
     far = seen & far_pairs(mechanism, call, rows)
     logits = x @ y.mT
-    estimate = _log_softmax_estimate(x, y, mechanism.feature_map)
+    estimate = _log_hedgehog_estimate(x, y, mechanism.feature_map)
     if call.gaussian:
         logits, estimate = (t - (y.square().sum(-1) / 2)[:, :, None] for t in (logits, estimate))
     exact = logits.masked_fill(~far, -torch.inf).logsumexp(-1)
@@ -153,7 +153,7 @@ def _far_mass(mechanism: FavorAttention, call: Call, rows: Tensor) -> tuple[Tens
     return x, torch.where(exists, exact - estimate, 0.0), weight
 
 
-def _log_softmax_estimate(x: Tensor, y: Tensor, map: FeatureMap) -> Tensor:
+def _log_hedgehog_estimate(x: Tensor, y: Tensor, map: FeatureMap) -> Tensor:
     """`[B, H, R, S]`. Features are shares, so their products need no logarithms, and memory no feature dimension."""
     shares = []
     for tokens, weight in ((x, map.query), (y, map.key)):

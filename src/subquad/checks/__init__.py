@@ -398,9 +398,13 @@ def not_with_trigonometric(near: int, sinks: int) -> ConfigError:
     )
 
 
-def odd_softmax(num_features: int) -> ConfigError:
+def renamed_estimator(old: str, new: str) -> str:
+    return f"favor: estimator={old!r} is called {new!r} now; the old name still works and means the same"
+
+
+def odd_hedgehog(num_features: int) -> ConfigError:
     return ConfigError(
-        "favor: estimator='softmax' is a softmax of W x and one of -W x, so num_features must be even, "
+        "favor: estimator='hedgehog' is a softmax of W x and one of -W x, so num_features must be even, "
         f"got {num_features}"
     )
 

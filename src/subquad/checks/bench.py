@@ -85,7 +85,7 @@ def layers(value: int) -> None:
 def measurable(plan: Any) -> None:
     """Complains before hours of work, not after."""
     odd = [size for size in plan.features if size % 2]
-    for estimator in ("hyperbolic", "softmax"):
+    for estimator in ("hyperbolic", "hedgehog"):
         if odd and estimator in plan.estimators:
             raise ConfigError(f"--features: {estimator} needs even numbers, got {odd[0]}")
     if plan.estimators == ("trigonometric",) and True in plan.near:

@@ -14,7 +14,7 @@ def used(learned: bool, auto: bool, **given: Any) -> None:
     """Nothing that is given is ignored."""
     if given.pop("steps") is not None and not learned:
         raise ConfigError(
-            "calibrate: steps is for learned features, estimator='softmax' or 'exponential'; leave it out"
+            "calibrate: steps is for learned features, estimator='hedgehog' or 'exponential'; leave it out"
         )
     for name, value in given.items():
         if value is not None and not auto:
@@ -32,8 +32,8 @@ def settings(given: Any) -> None:
         raise ConfigError(f"{op}: target must lie between 0 and 1, got {given.target!r}")
     if given.transform and given.estimator != "calibrated":
         raise ConfigError(f"{op}: transform=True needs estimator='calibrated', got {given.estimator!r}")
-    if given.num_features == "auto" and given.estimator == "softmax" and given.cap % 2:
-        raise ConfigError(f"{op}: estimator='softmax' has an even number of features, got cap={given.cap}")
+    if given.num_features == "auto" and given.estimator == "hedgehog" and given.cap % 2:
+        raise ConfigError(f"{op}: estimator='hedgehog' has an even number of features, got cap={given.cap}")
 
 
 def favor_layers(model: Any, layers: int) -> None:
@@ -86,6 +86,6 @@ def reached(given: Any, reports: Sequence[Any]) -> None:
             f"calibrate: {len(failed)} of {len(reports)} layers do not reach target={given.target} with up to "
             f"{given.cap} features of estimator={given.estimator!r}; worst is {worst.name} with {worst.mean_after:.3f} "
             f"(heads {min(worst.after):.3f} to {max(worst.after):.3f}). Nothing was changed. Keep exact attention in "
-            "those layers, learn the features (estimator='softmax'), or choose num_features yourself: "
+            "those layers, learn the features (estimator='hedgehog'), or choose num_features yourself: "
             + ", ".join(f"{report.name} {report.mean_after:.3f}" for report in failed)
         )

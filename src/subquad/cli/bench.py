@@ -44,8 +44,8 @@ def fidelity(
         str,
         typer.Option(
             help="positive (FAVOR+), hyperbolic, trigonometric, optimal (FAVOR++), sharp (FAVOR#), calibrated, "
-            "balanced (calibrated, with a transform); learned: softmax, exponential. "
-            "Default: all drawn ones, and softmax on pretrained models.",
+            "balanced (calibrated, with a transform); learned: hedgehog, exponential. "
+            "Default: all drawn ones, and hedgehog on pretrained models.",
         ),
     ] = "",
     couplings: Annotated[
@@ -98,7 +98,9 @@ def _plan(
     from subquad.bench.fidelity import ESTIMATORS, Plan, default_estimators
     from subquad.bench.inputs import REAL
     from subquad.features.draws import COUPLINGS
+    from subquad.features.names import current_name
 
+    estimators = ",".join(current_name(word.strip()) for word in estimators.split(","))
     plan = Plan(
         bench_checks.names("--estimators", estimators, ESTIMATORS) if estimators else default_estimators(name, REAL),
         bench_checks.names("--couplings", couplings, COUPLINGS),

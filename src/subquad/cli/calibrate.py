@@ -14,7 +14,7 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="Folder for the calibrated model; must be new.")],
     estimator: Annotated[
         str,
-        typer.Option(help="Drawn: calibrated, sharp or optimal. Learned, better and slower: softmax or exponential."),
+        typer.Option(help="Drawn: calibrated, sharp or optimal. Learned, better and slower: hedgehog or exponential."),
     ] = "calibrated",
     features: Annotated[
         str | None, typer.Option(help="Per layer: a number, or auto for as few as do; as it is unless given.")

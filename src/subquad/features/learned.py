@@ -10,12 +10,12 @@ from subquad.features.buffers import LayerFeatures
 from subquad.features.draws import haar
 from subquad.features.positive import FeatureMap, Rows, draw_rows
 
-LEARNED = ("softmax", "exponential")
+LEARNED = ("hedgehog", "exponential")
 SHARPNESS = 2.0  # standard deviation of W x at the start: flat features learn slowly
 
 
-class SoftmaxFeatures(LayerFeatures):
-    """`[softmax(W x), softmax(-W x)]` with a W for queries and one for keys, after Hedgehog.
+class HedgehogFeatures(LayerFeatures):
+    """`[softmax(W x), softmax(-W x)]` with a W for queries and one for keys (Zhang et al. 2024).
 
     Features sum to one instead of following exp(x.y), so against exact near keys they need an affine
     `offset(x)`, learned too. Without near keys it would cancel, and there is none.
@@ -28,7 +28,7 @@ class SoftmaxFeatures(LayerFeatures):
     ) -> None:
         super().__init__()
         if num_features % 2:
-            raise checks.odd_softmax(num_features)
+            raise checks.odd_hedgehog(num_features)
         heads = num_heads or 1
         self.head_dim, self.num_features, self.scale, self.seed = head_dim, num_features, scale, seed
         self.query = nn.Parameter(torch.empty(heads, num_features // 2, head_dim))
@@ -106,8 +106,8 @@ def learned_features(
     scale: float,
     seed: int,
     offset: bool,
-) -> SoftmaxFeatures | ExponentialFeatures:
+) -> HedgehogFeatures | ExponentialFeatures:
     """The learned map called `estimator`."""
-    if estimator == "softmax":
-        return SoftmaxFeatures(head_dim, num_features, num_heads=num_heads, scale=scale, seed=seed, offset=offset)
+    if estimator == "hedgehog":
+        return HedgehogFeatures(head_dim, num_features, num_heads=num_heads, scale=scale, seed=seed, offset=offset)
     return ExponentialFeatures(head_dim, num_features, coupling=coupling, num_heads=num_heads, seed=seed)

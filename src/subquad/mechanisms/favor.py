@@ -15,7 +15,8 @@ from subquad.checks import states
 from subquad.errors import UncalibratedWarning
 from subquad.features.drawn import DRAWN, FITTED, DrawnFeatures
 from subquad.features.draws import check_coupling
-from subquad.features.learned import LEARNED, ExponentialFeatures, SoftmaxFeatures, learned_features
+from subquad.features.learned import LEARNED, ExponentialFeatures, HedgehogFeatures, learned_features
+from subquad.features.names import current_name
 from subquad.features.positive import FeatureMap
 from subquad.features.trigonometric import trigonometric_features, trigonometric_log_weight
 from subquad.kernels import engines
@@ -154,7 +155,7 @@ class FavorAttention(RandomFeatures, Mechanism):
         sinks: leading tokens that every query sees exactly.
         estimator: of the far field. Drawn from N(0, I): "positive" (FAVOR+), "hyperbolic" (rows with both signs),
             "trigonometric" (signed; for study, only with near=0, sinks=0). Drawn from what `subquad.calibrate` found:
-            "optimal" (FAVOR++), "sharp" (FAVOR#), "calibrated" (the best of them). Learned: "softmax", "exponential".
+            "optimal" (FAVOR++), "sharp" (FAVOR#), "calibrated" (the best of them). Learned: "hedgehog", "exponential".
         coupling: of drawn rows: "orthogonal", "iid", "simplex" or "hadamard" (head_dim 32, 64, ...).
         kernel: "softmax" or "gaussian".
         num_heads: heads of k, for features of their own in each (query heads that share a key head share them);
@@ -170,7 +171,7 @@ class FavorAttention(RandomFeatures, Mechanism):
 
     name = "favor"
     cross_attention_advice = "use near=0 for cross-attention"
-    features: DrawnFeatures | SoftmaxFeatures | ExponentialFeatures
+    features: DrawnFeatures | HedgehogFeatures | ExponentialFeatures
 
     def __init__(
         self,
@@ -203,7 +204,7 @@ class FavorAttention(RandomFeatures, Mechanism):
         self, estimator: str, num_features: int, num_heads: int | None, *, transform: bool = False
     ) -> None:
         """Features of another kind or number, as the constructor makes them. Loses the present ones."""
-        checks.choice(self.name, "estimator", estimator, ESTIMATORS)
+        checks.choice(self.name, "estimator", estimator := current_name(estimator), ESTIMATORS)
         checks.optional_count(self.name, "num_heads", num_heads)
         if estimator == "trigonometric" and (self.options.near or self.options.sinks):
             raise checks.not_with_trigonometric(self.options.near, self.options.sinks)

@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig
 
 from subquad import checks
 from subquad.checks import layers, models
+from subquad.features.names import current_options
 from subquad.mechanisms import MECHANISMS
 from subquad.nn.block import ACTIVATIONS
 
@@ -81,6 +82,7 @@ class SubquadConfig(PreTrainedConfig):
         models.position_settings(self.positions, self.hidden_size, self.rope_theta, self.norm_eps)
         models.even_head_dim(self.positions, self.head_size)
         models.layer_lists(self.attention, self.attention_options, self.num_hidden_layers)
+        self.attention_options = current_options(self.attention_options)
         for name in {self.layer_attention(layer)[0] for layer in range(self.num_hidden_layers)}:
             checks.mechanism_name(name, tuple(mechanism.name for mechanism in MECHANISMS))
         super().__post_init__(**kwargs)

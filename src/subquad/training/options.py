@@ -7,6 +7,7 @@ from typing import Any
 from subquad import checks
 from subquad.checks import runs
 from subquad.data import OBJECTIVES
+from subquad.features.names import current_options
 from subquad.models import SubquadConfig
 from subquad.training.files import read_record, write_record
 
@@ -97,6 +98,7 @@ class TrainOptions:
         checks.choice(op, "precision", self.precision, PRECISIONS)
         checks.choice(op, "optimizer", self.optimizer, OPTIMIZERS)
         checks.choice(op, "schedule", self.schedule, SCHEDULES)
+        object.__setattr__(self, "attention_options", current_options(self.attention_options))  # frozen otherwise
 
     def config(self, *, length: int, **tokens: Any) -> SubquadConfig:
         """The model's configuration for samples of `length`; `tokens`: vocabulary size, special tokens, domain."""
