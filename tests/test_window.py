@@ -194,13 +194,13 @@ def test_engine_against_pairs_one_by_one(rounds: int, rule: Rule) -> None:
     tensors, pairs = some_pairs(rounds)
     rule = rule._replace(round=max(0, rounds - 1))
     got, want = sparse_attention(*tensors, pairs, rule, 0.6), dense(*tensors, pairs, rule, 0.6)
-    log_sum = got[1].masked_fill(got[1] == -torch.inf, 0)
+    log_normaliser = got[1].masked_fill(got[1] == -torch.inf, 0)
     assert_close(got[0], want[0], 1e-12, "output")
-    assert_close(log_sum, want[1], 1e-12, "log-normaliser")
-    direction = torch.randn(got[0].shape, dtype=torch.float64), torch.randn(log_sum.shape, dtype=torch.float64)
+    assert_close(log_normaliser, want[1], 1e-12, "log-normaliser")
+    direction = torch.randn(got[0].shape, dtype=torch.float64), torch.randn(log_normaliser.shape, dtype=torch.float64)
     for name, g, w in zip(
         "qkv",
-        torch.autograd.grad((got[0], log_sum), tensors, direction),
+        torch.autograd.grad((got[0], log_normaliser), tensors, direction),
         torch.autograd.grad(want, tensors, direction),
         strict=True,
     ):

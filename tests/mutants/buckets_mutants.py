@@ -51,15 +51,15 @@ BUCKETS = (
     Mutant(
         "buckets: gradients of earlier rounds are forgotten",
         KERNEL,
-        "        of_k += blocks.scatter(part.k)\n",
-        "        of_k = blocks.scatter(part.k)\n",
+        "        dk += blocks.scatter(part.k)\n",
+        "        dk = blocks.scatter(part.k)\n",
         buckets("lsh and gradients_equal"),
     ),
     Mutant(
         "buckets: the first of all shares wins",
         KERNEL,
-        "out, log_sum = out.lerp_(part, share[:, None]), both",
-        "out, log_sum = out.lerp_(part, share[:, None]), log_sum",
+        "out, log_normaliser = out.lerp_(part, share[:, None]), both",
+        "out, log_normaliser = out.lerp_(part, share[:, None]), log_normaliser",
         buckets("lsh and forward_equals_reference"),
     ),
     Mutant(

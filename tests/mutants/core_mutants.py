@@ -176,7 +176,7 @@ CORE = (
     Mutant(
         "no certificate in the backward",
         SWEEP,
-        "return bool((tile.logs.amax(-1) - lognorm[..., 0] > -math.log(CERTIFICATE)).any())",
+        "return bool((tile.logs.amax(-1) - log_normaliser[..., 0] > -math.log(CERTIFICATE)).any())",
         "return False",
         contract("favor-paper and extreme_logits"),
     ),
@@ -334,15 +334,15 @@ CORE = (
     Mutant(
         "exact logits rounded by the features' scalar",
         SWEEP,
-        ".sub_(lognorm[..., 1:]).exp_()",
-        ".sub_(lognorm[..., :1] + tile.scalar[..., None]).exp_()",
+        ".sub_(log_normaliser[..., 1:]).exp_()",
+        ".sub_(log_normaliser[..., :1] + tile.scalar[..., None]).exp_()",
         contract("favor and lopsided"),
     ),
     Mutant(
         "sweep back forgets the exact part's normaliser",
         SWEEP,
-        "torch.cat([both, other_lognorm[..., 1:] + grown], -1)",
-        "torch.cat([both, other_lognorm[..., 1:]], -1)",
+        "torch.cat([both, other_log_normaliser[..., 1:] + grown], -1)",
+        "torch.cat([both, other_log_normaliser[..., 1:]], -1)",
         contract("favor-near and gradients_equal"),
     ),
     Mutant(

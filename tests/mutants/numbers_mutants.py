@@ -203,8 +203,8 @@ NUMBERS = (
     Mutant(
         "low parts of outputs are not packed in the native engine",
         CPU + "forward.hpp",
-        "    if (to.low) pack_low(to.out, sums, v.V, to.low);",
-        "    if (to.low) std::fill(to.low, to.low + v.V, int8_t(0));",
+        "    if (to.low) pack_low(to.out, sums, v.Dv, to.low);",
+        "    if (to.low) std::fill(to.low, to.low + v.Dv, int8_t(0));",
         f"{LONG} -k 'test_gradients and cpu and linear'",
     ),
     Mutant(

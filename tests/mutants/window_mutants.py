@@ -69,15 +69,15 @@ WINDOW = (
     Mutant(
         "window: the normaliser has no gradient",
         SPARSE,
-        "shift = (grad_log_sum.to(q.dtype) - (grad_out * out).sum(-1))[..., None]",
+        "shift = (grad_log_normaliser.to(q.dtype) - (grad_out * out).sum(-1))[..., None]",
         "shift = -(grad_out * out).sum(-1)[..., None]",
         window("one_by_one or can_be_global"),
     ),
     Mutant(
         "window: parts are averaged",
         SPARSE,
-        "    shares = (log_sum - top.masked_fill(top == -torch.inf, 0)).exp()\n",
-        "    shares = torch.ones_like(log_sum)\n",
+        "    shares = (log_normaliser - top.masked_fill(top == -torch.inf, 0)).exp()\n",
+        "    shares = torch.ones_like(log_normaliser)\n",
         window("can_be_global"),
     ),
 )

@@ -1,8 +1,9 @@
 """What the torch operators take. Anyone can call `torch.ops.subquad.*`, so both engines stand behind these checks.
 
-Every tensor is declared by its kind and the letters of its sizes; a letter stands for one size in all of them, `V+1`
-for one more than `V`, `B|1` for either. Kinds: "input" has the dtype of q, "float" any, "state" what sums of inputs are
-kept in; with a question mark it may be None. Sizes that are symbols of a traced graph are not compared.
+Every tensor is declared by its kind and the letters of its sizes (those of `blocks.py`, of sparse operators those of
+`sparse/torch.py`); a letter stands for one size in all of them, `B|1` for either. Kinds: "input" has the dtype of q,
+"float" any, "state" what sums of inputs are kept in; with a question mark it may be None. Sizes that are symbols of a
+traced graph are not compared.
 """
 
 from collections.abc import Mapping
@@ -20,48 +21,54 @@ from subquad.kernels.linear.inputs import LinearInputs, LinearOptions
 
 Declared = Mapping[str, str]
 
-QKV = {"q": "input B H T D", "k": "input B K S D", "v": "input B K S V"}
+QKV = {"q": "input B H T D", "k": "input B K S D", "v": "input B K S Dv"}
 FAVOR_MAP = {**QKV, "query": "float maps M D"}  # the sizes that others depend on
 FAVOR = {
     **QKV,
     **{"query": "float maps M D", "key": "float maps M D", "key_bias": "float maps M"},
     **{"offset_weight": "float? maps D", "offset_bias": "float? maps"},
-    **{"sink_k": "input? B K sinks D", "sink_v": "input? B K sinks V"},
+    **{"sink_k": "input? B K sinks D", "sink_v": "input? B K sinks Dv"},
     **{"alive": "bool? B|1 S", "fold": "bool? B|1 S", "sink_seen": "int64? B|1 T"},
-    **{"far_max": "state? B K maxima", "far_sum": "state? B K M V+1"},
+    **{"far_max": "state? B K maxima", "far_sum": "state? B K M V"},
 }
 LINEAR = {
     **QKV,
     **{"weight": "float? maps M D", "log_weight": "float? B K S", "alive": "bool? B|1 S"},
-    **{"far_max": "state? B K maxima", "far_sum": "state? B K M V+1"},
+    **{"far_max": "state? B K maxima", "far_sum": "state? B K M V"},
 }
-SAVED = {"grad_out": "input B H T V", "out": "input B H T V"}
+SAVED = {"grad_out": "input B H T Dv", "out": "input B H T Dv"}
 FAVOR_SAVED = {
     **SAVED,
-    **{"normaliser": "state B H T 2", "low": "low? B H T V"},
-    **{"borders_max": "state borders B K maxima", "borders_sum": "state borders B K M+1 V+1"},
-    "grad_far_sum": "state? B K M V+1",
+    **{"normaliser": "state B H T 2", "low": "low? B H T Dv"},
+    **{"borders_max": "state borders B K maxima", "borders_sum": "state borders B K M+1 V"},
+    "grad_far_sum": "state? B K M V",
 }
 LINEAR_SAVED = {
     **SAVED,
-    **{"normaliser": "state B H T", "low": "low? B H T V"},
-    **{"borders_max": "state borders B K maxima", "borders_sum": "state borders B K M+1 V+1"},
-    "grad_far_sum": "state? B K M V+1",
+    **{"normaliser": "state B H T", "low": "low? B H T Dv"},
+    **{"borders_max": "state borders B K maxima", "borders_sum": "state borders B K M+1 V"},
+    "grad_far_sum": "state? B K M V",
 }
 BUCKETS = {
-    **{"q": "input B H T D", "k": "input B K T D", "v": "input B K T V"},
+    **{"q": "input B H T D", "k": "input B K T D", "v": "input B K T Dv"},
     **{"q_code": "int32 R B H T", "k_code": "int32 R B K T"},
 }
-BUCKETS_SAVED = {**SAVED, "log_sum": "log B H T"}
-_SPARSE_QKV = {"q": "input N C D", "k": "input J E D", "v": "input J E V", "blocks": "int64 N W"}
+BUCKETS_SAVED = {**SAVED, "log_normaliser": "log B H T"}
+_SPARSE_QKV = {"q": "input N C D", "k": "input J E D", "v": "input J E Dv", "blocks": "int64 N W"}
 SPARSE = {
     **_SPARSE_QKV,
     **{"q_place": "int32 N C", "k_place": "int32 J E", "q_code": "int32? N C R", "k_code": "int32? J E R"},
 }
 SPARSE_ALIKE = {**_SPARSE_QKV, "q_place": "int32 C", "k_place": "int32 WE", "alive": "bool? J E"}
-SPARSE_SAVED = {"grad_out": "input N C V", "grad_log_sum": "log N C", "out": "input N C V", "log_sum": "log N C"}
+SPARSE_SAVED = {
+    "grad_out": "input N C Dv",
+    "grad_log_normaliser": "log N C",
+    "out": "input N C Dv",
+    "log_normaliser": "log N C",
+}
 
 MAY_BE_EMPTY = ("sinks", "borders")
+ONE_MORE = {"M+1": "M", "V": "Dv"}  # sums have a column for the normaliser, borders a row for the centre
 RULES = ("none", "norm", "groups")
 
 
@@ -101,8 +108,8 @@ class Sizes:
 
     def _size(self, letter: str, found: Any) -> Any:
         """What a letter says the size is: what is `found`, if it has said nothing so far."""
-        if letter in ("M+1", "V+1"):
-            return self.known[letter[0]] + 1
+        if letter in ONE_MORE:
+            return self.known[ONE_MORE[letter]] + 1
         if "|" in letter:
             return tuple(self.known[other] for other in letter.split("|"))
         if letter == "WE":

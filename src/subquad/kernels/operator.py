@@ -178,16 +178,16 @@ class Operation:
         ctx.mark_non_differentiable(*(t for name, t in outputs._asdict().items() if name not in ("out", "far_sum")))
 
     def _gradients(self, ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        of_outputs = Outputs(*grads)
+        grad_outputs = Outputs(*grads)
         out, normaliser, low, borders_max, borders_sum, *tensors = ctx.saved_tensors
         inputs = self.inputs(*tensors)
         names = self.inputs._fields
         want_map = any(ctx.needs_input_grad[names.index(name)] for name in self.of_map)
-        of_state = of_outputs.far_sum
-        if of_state is not None:  # it is empty when there is no last state (not causal)
-            of_state = grad_or_zeros(of_state, borders_sum) if of_state.numel() else None
+        grad_state = grad_outputs.far_sum
+        if grad_state is not None:  # it is empty when there is no last state (not causal)
+            grad_state = grad_or_zeros(grad_state, borders_sum) if grad_state.numel() else None
         low = low if low.numel() else None
-        saved = Saved(grad_or_zeros(of_outputs.out, out), out, normaliser, low, borders_max, borders_sum, of_state)
+        saved = Saved(grad_or_zeros(grad_outputs.out, out), out, normaliser, low, borders_max, borders_sum, grad_state)
         found = dict(zip(self.differentiable, self.backward(*saved, want_map, *inputs, *ctx.options), strict=True))
         wanted = {name: grad for name, grad in found.items() if self._is_wanted(name, inputs, want_map)}
         return (*(wanted.get(name) for name in names), *(None for _ in ctx.options))

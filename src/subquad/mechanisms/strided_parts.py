@@ -1,7 +1,6 @@
 """The two parts of a Sparse Transformer's attention: near tokens, and the columns that reach all others.
 
-Tensors are `[B, H, T, D]`, real tokens first, padded to whole blocks of the stride. Letters as in
-`kernels/sparse/lines.py`.
+Tensors are `[B, H, T, D]`, real tokens first, padded to whole blocks of the stride. Letters as in `sparse/lines.py`.
 """
 
 from typing import NamedTuple
@@ -53,7 +52,7 @@ def attend(options: StridedOptions, tokens: Tokens, causal: bool) -> Tensor:
 
 
 def merged(parts: list[Part]) -> Tensor:
-    return merge([part.out for part in parts], [part.log_sum for part in parts])
+    return merge([part.out for part in parts], [part.log_normaliser for part in parts])
 
 
 # The strided pattern --------------------------------------------------------------------------------------------------
@@ -101,7 +100,7 @@ def _from_residues(part: Part, q: Tensor) -> Part:
         x = x.reshape(q.shape[0], q.shape[1] // groups, -1, groups, rows, *x.shape[3:])
         return x.permute(0, 1, 3, 4, 2, *range(5, x.dim())).reshape(*q.shape[:3], *x.shape[5:])
 
-    return Part(tokens(part.out), tokens(part.log_sum))
+    return Part(tokens(part.out), tokens(part.log_normaliser))
 
 
 # The fixed pattern ----------------------------------------------------------------------------------------------------
@@ -166,7 +165,7 @@ def _whole(q: Tensor, k: Tensor, v: Tensor) -> Lines:
 
 def _of_tokens(part: Part, q: Tensor) -> Part:
     """Lines that stand in the order of the tokens, as tokens."""
-    return Part(part.out.reshape(*q.shape[:3], -1), part.log_sum.reshape(q.shape[:3]))
+    return Part(part.out.reshape(*q.shape[:3], -1), part.log_normaliser.reshape(q.shape[:3]))
 
 
 def _per_line(counts: Tensor, heads: int) -> Tensor:

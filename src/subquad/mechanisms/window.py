@@ -186,8 +186,8 @@ def by_dilation(
         parts.append(attend(q[:, queries], k[:, heads], v[:, heads], dilation))
         order.append(queries.nonzero()[:, 0])
     back = torch.cat(order).argsort()
-    out, log_sum = (torch.cat(x, 1)[:, back] for x in zip(*parts, strict=True))
-    return out, log_sum
+    out, log_normaliser = (torch.cat(x, 1)[:, back] for x in zip(*parts, strict=True))
+    return out, log_normaliser
 
 
 def _global_slots(mask: Tensor) -> tuple[Tensor, Tensor]:

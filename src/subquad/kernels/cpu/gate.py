@@ -40,35 +40,35 @@ NUMBERS = {
 # same, dense; float: float32; made: float32, allocated for this call; low: int8; flag: bool;
 # count: int64.
 KEPT_FIELDS = {
-    **{"far_max": "float B K maxima", "far_sum": "float B K M V+1", "far_low": "float B K M V+1"},
-    **{"sink_k": "kept B K sinks D", "sink_v": "kept B K sinks V"},
-    **{"block_k": "kept B K blocks D", "block_v": "kept B K blocks V"},
+    **{"far_max": "float B K maxima", "far_sum": "float B K M V", "far_low": "float B K M V"},
+    **{"sink_k": "kept B K sinks D", "sink_v": "kept B K sinks Dv"},
+    **{"block_k": "kept B K blocks D", "block_v": "kept B K blocks Dv"},
 }
 FIELDS: dict[type[Structure], dict[str, str]] = {
     Problem: {
-        **{"q": "rows B H T D", "k": "rows B K S D", "v": "rows B K S V"},
-        **{"sink_k": "rows B K sinks D", "sink_v": "rows B K sinks V"},
+        **{"q": "rows B H T D", "k": "rows B K S D", "v": "rows B K S Dv"},
+        **{"sink_k": "rows B K sinks D", "sink_v": "rows B K sinks Dv"},
         **{"query": "float maps M D", "key": "float maps M D", "key_bias": "float maps M"},
         **{"offset_weight": "float maps D", "offset_bias": "float maps"},
         **{"alive": "flag masks S", "fold": "flag masks S", "sink_seen": "count masks T"},
-        **{"far_max": "float B K maxima", "far_sum": "float B K M V+1"},
+        **{"far_max": "float B K maxima", "far_sum": "float B K M V"},
     },
     Forward: {
-        **{"out": "made B H T V", "normaliser": "made B H T norms"},
-        **{"low": "low B H T V", "borders_max": "made borders B K maxima", "borders_sum": "made borders B K M+1 V+1"},
-        **{"far_max": "made B K maxima", "far_sum": "made B K M V+1"},
+        **{"out": "made B H T Dv", "normaliser": "made B H T norms"},
+        **{"low": "low B H T Dv", "borders_max": "made borders B K maxima", "borders_sum": "made borders B K M+1 V"},
+        **{"far_max": "made B K maxima", "far_sum": "made B K M V"},
     },
     Backward: {
-        **{"grad_out": "rows B H T V", "out": "rows B H T V", "normaliser": "float B H T norms"},
-        **{"low": "low B H T V", "borders_max": "float borders B K maxima", "borders_sum": "float borders B K M+1 V+1"},
-        **{"q": "made B H T D", "k": "made B K S D", "v": "made B K S V"},
-        **{"sink_k": "made slices B K sinks D", "sink_v": "made slices B K sinks V"},
+        **{"grad_out": "rows B H T Dv", "out": "rows B H T Dv", "normaliser": "float B H T norms"},
+        **{"low": "low B H T Dv", "borders_max": "float borders B K maxima", "borders_sum": "float borders B K M+1 V"},
+        **{"q": "made B H T D", "k": "made B K S D", "v": "made B K S Dv"},
+        **{"sink_k": "made slices B K sinks D", "sink_v": "made slices B K sinks Dv"},
         **{"query": "made B K M D", "key": "made B K M D", "key_bias": "made B K M"},
         **{"offset_weight": "made slices B K D", "offset_bias": "made slices B K"},
-        **{"last_far_sum": "float B K M V+1", "far_sum": "made B K M V+1"},
+        **{"last_far_sum": "float B K M V", "far_sum": "made B K M V"},
     },
     Step: {
-        **{"real": "flag B", "length": "count B", "out": "made B H T V"},
+        **{"real": "flag B", "length": "count B", "out": "made B H T Dv"},
         **KEPT_FIELDS,
         **{f"new_{name}": declared for name, declared in KEPT_FIELDS.items()},
     },
@@ -237,7 +237,7 @@ def _sizes(n: dict[str, int]) -> dict[str, int | None]:
     return {
         **{"B": n["batch"], "K": n["key_heads"], "H": n["key_heads"] * n["groups"]},
         **{"T": n["length"], "S": n["key_length"], "D": n["head_dim"]},
-        **{"V": n["value_dim"], "V+1": n["value_dim"] + 1, "M": n["num_features"], "M+1": n["num_features"] + 1},
+        **{"Dv": n["value_dim"], "V": n["value_dim"] + 1, "M": n["num_features"], "M+1": n["num_features"] + 1},
         **{"maxima": n["num_features"] if exp else 1, "norms": 2 if exp else None},
         **{"maps": n["map_heads"], "masks": n["mask_batch"], "slices": n["slices"]},
         **{"sinks": n["sinks"], "blocks": 2 * n["block"] if n["near_blocks"] else 0},

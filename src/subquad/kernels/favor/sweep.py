@@ -84,14 +84,14 @@ class Sweep:
 
     def _forward_tile(self, start: int, block: int, blocks: int, state: FarField, target: Target) -> FarField:
         tile = self._open(start, block, blocks, state)
-        rows, lognorm, certified = self._read(tile)
+        rows, log_normaliser, certified = self._read(tile)
         if not certified:
             for part in self._parts(tile):
                 state = self._forward_tile(part, block // SPLIT or 1, blocks, state, target)
             return state
         if self.reverse:
-            rows, lognorm = self._merge(tile, rows, lognorm, target)
-        self.p.put_rows(target, start, block, rows, lognorm)
+            rows, log_normaliser = self._merge(tile, rows, log_normaliser, target)
+        self.p.put_rows(target, start, block, rows, log_normaliser)
         return tile.folded.final
 
     def _open(self, start: int, block: int, blocks: int, state: FarField) -> Tile:
@@ -136,9 +136,9 @@ class Sweep:
         if exact is not None and logits is not None:
             of_exact = logits.sub_(reference.exact[..., None]).exp_() @ exact[1]
             near = of_exact if near is None else near + of_exact
-        rows, lognorm = normalise_centred(far, near, tile.folded.final.centre, reference)
+        rows, log_normaliser = normalise_centred(far, near, tile.folded.final.centre, reference)
         row_sums = far[..., -1] if near is None else far[..., -1] + near[..., -1]
-        return rows, lognorm, self._certified(tile, row_sums)
+        return rows, log_normaliser, self._certified(tile, row_sums)
 
     def _own_scores(self, tile: Tile, weights: Tensor) -> Tensor:
         """Causal scores of a block's rows and its own keys, `[B, K, N, R, C]`."""
@@ -200,24 +200,24 @@ class Sweep:
             mask = mask & mask.new_ones(tile.block, tile.block).tril_()
         return mask
 
-    def _merge(self, tile: Tile, rows: Rows, lognorm: Tensor, target: Target) -> tuple[Rows, Tensor]:
+    def _merge(self, tile: Tile, rows: Rows, log_normaliser: Tensor, target: Target) -> tuple[Rows, Tensor]:
         """This sweep's part of the rows and what the other sweep left there, under one normaliser."""
 
         def left(x: Tensor) -> Tensor:
             stop = tile.start + tile.block * tile.blocks
             return to_blocks(window(x, tile.start, stop), tile.block, self.p.groups)
 
-        other_out, other_lognorm = left(target.out), left(target.normaliser)
+        other_out, other_log_normaliser = left(target.out), left(target.normaliser)
         other = Rows(other_out, torch.zeros_like(other_out))
         if target.low.numel():
             other = Rows.unpacked(other_out, left(target.low))
-        here, there = lognorm[..., :1], other_lognorm[..., :1]
+        here, there = log_normaliser[..., :1], other_log_normaliser[..., :1]
         both = torch.logaddexp(here, there)
         anchor = both.clamp(min=FLOOR)  # both parts empty: -inf - FLOOR, not -inf - -inf
         share, other_share = ((part - anchor).exp_() for part in (here, there))
         grown = anchor - there.clamp(min=FLOOR)  # the exact part was in the other sweep only
         merged = merged_rows(rows, other, share, other_share)
-        return merged, torch.cat([both, other_lognorm[..., 1:] + grown], -1)
+        return merged, torch.cat([both, other_log_normaliser[..., 1:] + grown], -1)
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
@@ -245,10 +245,10 @@ class Sweep:
         into: Gradients,
     ) -> Total:
         tile = self._open(start, block, blocks, state)
-        grad, centred_grad, lognorm = self.p.output_gradient(saved, start, block, blocks, state.centre)
-        if self._too_large(tile, lognorm):
+        grad, centred_grad, log_normaliser = self.p.output_gradient(saved, start, block, blocks, state.centre)
+        if self._too_large(tile, log_normaliser):
             return self._backward_parts(tile, state, saved, grad_state, into)
-        weights = tile.logs.sub_(lognorm[..., :1]).exp_()
+        weights = tile.logs.sub_(log_normaliser[..., :1]).exp_()
         own = self._own_backward(tile, weights, grad) if self.own_by_features else None
         reads = weights.mT @ grad
         if self.own_by_features:
@@ -264,15 +264,15 @@ class Sweep:
         dx = self.p.features.queries_backward(tile.x, dlogs.mul_(weights))
         dy = self.p.features.keys_backward(tile.keys.y[:, :, :blocks], key_dlogs.mul_(tile.folded.weights))
         self.p.add_key_gradients(into["k"], into["v"], tile.keys.first, block, dy, dv)
-        dx = self._exact_backward(tile, lognorm, grad, dx, into)
+        dx = self._exact_backward(tile, log_normaliser, grad, dx, into)
         self.p.add_query_gradients(into["q"], start, block, dx)
         return grad_state
 
-    def _too_large(self, tile: Tile, lognorm: Tensor) -> bool:
+    def _too_large(self, tile: Tile, log_normaliser: Tensor) -> bool:
         """The certificate again, from the normaliser that the forward found."""
         if not self.own_by_features or tile.block == 1:
             return False
-        return bool((tile.logs.amax(-1) - lognorm[..., 0] > -math.log(CERTIFICATE)).any())
+        return bool((tile.logs.amax(-1) - log_normaliser[..., 0] > -math.log(CERTIFICATE)).any())
 
     def _backward_parts(self, tile: Tile, state: FarField, saved: Saved, grad_state: Total, into: Gradients) -> Total:
         block, parts = tile.block // SPLIT or 1, list(self._parts(tile))
@@ -289,12 +289,12 @@ class Sweep:
         dscores = self.p.causal_scores(grad @ tile.keys.v.mT, tile.block)
         return dscores @ tile.folded.weights, dscores.mT @ weights, scores.mT @ grad
 
-    def _exact_backward(self, tile: Tile, lognorm: Tensor, grad: Tensor, dx: Tensor, into: Gradients) -> Tensor:
+    def _exact_backward(self, tile: Tile, log_normaliser: Tensor, grad: Tensor, dx: Tensor, into: Gradients) -> Tensor:
         exact = self._exact(tile)
         if exact is None:
             return dx
         y, v, mask = exact
-        weights = self.p.exact_logits(tile.x, y, mask).sub_(lognorm[..., 1:]).exp_()
+        weights = self.p.exact_logits(tile.x, y, mask).sub_(log_normaliser[..., 1:]).exp_()
         more, dy, dv = self.p.exact_backward(tile.x, y, v, weights, grad)
         sinks, block = self.p.sinks, tile.block
         if sinks:

@@ -58,9 +58,11 @@ def band_attention(
     )
     rule = Rule(place_low=-band.ahead, place_high=band.back)
     keys, values = (_key_blocks(x, band.dilation, block) for x in (k, v))
-    out, log_sum = sparse_attention(_query_tiles(q, groups, band.dilation, block), keys, values, pairs, rule, scale)
+    out, log_normaliser = sparse_attention(
+        _query_tiles(q, groups, band.dilation, block), keys, values, pairs, rule, scale
+    )
     shape = (batch, key_heads, band.dilation, -1, groups, block)
-    return _to_tokens(out, shape)[:, :, :length], _to_tokens(log_sum[..., None], shape)[:, :, :length, 0]
+    return _to_tokens(out, shape)[:, :, :length], _to_tokens(log_normaliser[..., None], shape)[:, :, :length, 0]
 
 
 def _meetings(lines: int, line: int, tiles: int, before: int, after: int, like: Tensor) -> Tensor:
@@ -116,9 +118,9 @@ def attend_to_few(
     )
     rule = Rule(place_low=0 if causal else -UNLIMITED)
     tiled = _query_tiles(F.pad(q, (0, 0, 0, right)), groups, 1, block)
-    out, log_sum = sparse_attention(tiled, k.flatten(0, 1), v.flatten(0, 1), pairs, rule, scale)
+    out, log_normaliser = sparse_attention(tiled, k.flatten(0, 1), v.flatten(0, 1), pairs, rule, scale)
     shape = (batch, key_heads, 1, tiles, groups, block)
-    return _to_tokens(out, shape)[:, :, :length], _to_tokens(log_sum[..., None], shape)[:, :, :length, 0]
+    return _to_tokens(out, shape)[:, :, :length], _to_tokens(log_normaliser[..., None], shape)[:, :, :length, 0]
 
 
 def few_attend(q: Tensor, k: Tensor, v: Tensor, q_place: Tensor, k_place: Tensor, causal: bool, scale: float) -> Tensor:

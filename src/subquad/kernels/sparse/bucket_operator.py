@@ -34,8 +34,8 @@ def _check(op: str, *args: Any) -> arguments.Sizes:
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     q, _, v = args[:3]
     _check("bucket_forward", *args)
-    out, log_sum = buckets.forward(_problem(*args))
-    return out.view(*q.shape[:3], v.shape[3]).to(q.dtype), log_sum.view(q.shape[:3])
+    out, log_normaliser = buckets.forward(_problem(*args))
+    return out.view(*q.shape[:3], v.shape[3]).to(q.dtype), log_normaliser.view(q.shape[:3])
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -50,11 +50,11 @@ def _check_saved(*args: Any) -> None:
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
-    grad_out, out, log_sum, *rest = args
+    grad_out, out, log_normaliser, *rest = args
     _check_saved(*args)
     problem = _problem(*rest)
     rows = (x.to(problem.dtype).reshape(-1, x.shape[3]) for x in (out, grad_out))
-    gradients = buckets.backward(problem, next(rows), log_sum.flatten(), next(rows))
+    gradients = buckets.backward(problem, next(rows), log_normaliser.flatten(), next(rows))
     return tuple(g.view(t.shape).to(t.dtype) for g, t in zip(gradients, rest[:3], strict=True))
 
 
@@ -68,7 +68,7 @@ bucket_backward = make_operator(
     "bucket_backward",
     _backward,
     _backward_fake,
-    f"(Tensor grad_out, Tensor out, Tensor log_sum, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor grad_out, Tensor out, Tensor log_normaliser, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
 )
 
 
@@ -80,9 +80,9 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _gradients(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple:
-    out, log_sum, *tensors = ctx.saved_tensors
-    of_inputs = bucket_backward(grad_or_zeros(grad_out, out), out, log_sum, *tensors, *ctx.options)
-    return (*of_inputs, *[None] * (_TENSORS - 3 + len(ctx.options)))
+    out, log_normaliser, *tensors = ctx.saved_tensors
+    gradients = bucket_backward(grad_or_zeros(grad_out, out), out, log_normaliser, *tensors, *ctx.options)
+    return (*gradients, *[None] * (_TENSORS - 3 + len(ctx.options)))
 
 
 bucket_forward.register_autograd(_gradients, setup_context=_save)

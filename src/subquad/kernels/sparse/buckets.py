@@ -92,37 +92,37 @@ class Problem:
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """Output `[rows, Dv]` and log-normaliser `[rows]`; zeros and -inf for masked queries."""
     p = problem
-    log_sum = p.own_logits()
+    log_normaliser = p.own_logits()
     out = p.by_key_head(p.v).expand(-1, -1, p.groups, -1, -1).reshape(len(p.q), -1)
     out = out.masked_fill(~p.real[:, None], 0)
     for r in range(p.rounds):
         this = p.round(r)
         part, part_log = sparse.forward(this.inputs(p.q, p.k, p.v), this.pairs, this.rule, p.options.scale)
         part, part_log = this.tiles.scatter(part), this.tiles.scatter(part_log, -torch.inf)
-        both = torch.logaddexp(log_sum, part_log)
+        both = torch.logaddexp(log_normaliser, part_log)
         share = (part_log - both.masked_fill(both == -torch.inf, 0)).exp_().to(out.dtype)
-        out, log_sum = out.lerp_(part, share[:, None]), both
-    return out, log_sum
+        out, log_normaliser = out.lerp_(part, share[:, None]), both
+    return out, log_normaliser
 
 
-def backward(problem: Problem, out: Tensor, log_sum: Tensor, grad: Tensor) -> Inputs:
+def backward(problem: Problem, out: Tensor, log_normaliser: Tensor, grad: Tensor) -> Inputs:
     """Gradients of q, k and v as rows, from the output, its log-normaliser and its gradient."""
     p, scale = problem, problem.options.scale
     shift = -(grad * out).sum(-1)
-    weight = (p.own_logits() - log_sum.masked_fill(~p.real, 0)).exp_().to(p.dtype)[:, None]
+    weight = (p.own_logits() - log_normaliser.masked_fill(~p.real, 0)).exp_().to(p.dtype)[:, None]
     v = p.by_key_head(p.v).expand(-1, -1, p.groups, -1, -1).reshape(len(p.q), -1)
-    of_logit = p.by_group(weight * ((grad * v).sum(-1) + shift)[:, None] * scale)
-    of_q = (of_logit * p.by_key_head(p.k)).reshape(p.q.shape)
-    of_k = (of_logit * p.by_group(p.q)).sum(2).reshape(p.k.shape)
-    of_v = p.by_group(weight * grad).sum(2).reshape(p.v.shape)
+    dlogit = p.by_group(weight * ((grad * v).sum(-1) + shift)[:, None] * scale)
+    dq = (dlogit * p.by_key_head(p.k)).reshape(p.q.shape)
+    dk = (dlogit * p.by_group(p.q)).sum(2).reshape(p.k.shape)
+    dv = p.by_group(weight * grad).sum(2).reshape(p.v.shape)
     nothing = grad.new_zeros(1)  # in place of the output, whose part of the gradient is in `shift` already
     for r in range(p.rounds):
         this = p.round(r)
         tiles, blocks = this.tiles, this.blocks
         grads = tiles.gather(grad), tiles.gather(shift)
         inputs = this.inputs(p.q, p.k, p.v)
-        part = sparse.backward(inputs, this.pairs, this.rule, scale, nothing, tiles.gather(log_sum), grads)
-        of_q += tiles.scatter(part.q)
-        of_k += blocks.scatter(part.k)
-        of_v += blocks.scatter(part.v)
-    return Inputs(of_q, of_k, of_v)
+        part = sparse.backward(inputs, this.pairs, this.rule, scale, nothing, tiles.gather(log_normaliser), grads)
+        dq += tiles.scatter(part.q)
+        dk += blocks.scatter(part.k)
+        dv += blocks.scatter(part.v)
+    return Inputs(dq, dk, dv)

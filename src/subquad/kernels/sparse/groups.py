@@ -7,21 +7,24 @@ from torch import Tensor
 
 
 class Groups(NamedTuple):
-    """codes int64 `[N]`, ascending unless reordered. tokens int64 `[N, size]`: who stands where, `total` for nobody."""
+    """N groups with a code each.
+
+    codes int64 `[N]`, ascending unless reordered. tokens int64 `[N, size]`: token index per place; `total` is padding.
+    """
 
     codes: Tensor
     tokens: Tensor
     total: int
 
     def gather(self, x: Tensor) -> Tensor:
-        """x `[total, ...]` in groups, `[N, size, ...]`; anything where nobody stands."""
-        who = self.tokens.flatten().clamp(max=self.total - 1)
-        return x.index_select(0, who).view(*self.tokens.shape, *x.shape[1:])
+        """x `[total, ...]` in groups, `[N, size, ...]`; places of padding read an arbitrary token."""
+        index = self.tokens.flatten().clamp(max=self.total - 1)
+        return x.index_select(0, index).view(*self.tokens.shape, *x.shape[1:])
 
     def labels(self, x: Tensor, absent: int) -> Tensor:
-        """Whole numbers x `[total, ...]` in groups, `absent` where nobody stands."""
-        nobody = self.tokens == self.total
-        return self.gather(x).masked_fill_(nobody.view(*nobody.shape, *[1] * (x.dim() - 1)), absent)
+        """Whole numbers x `[total, ...]` in groups, `absent` in places of padding."""
+        padding = self.tokens == self.total
+        return self.gather(x).masked_fill_(padding.view(*padding.shape, *[1] * (x.dim() - 1)), absent)
 
     def scatter(self, x: Tensor, nowhere: float = 0.0) -> Tensor:
         """x `[N, size, ...]` token by token, `[total, ...]`; `nowhere` for tokens that are in no group."""
@@ -48,14 +51,14 @@ def group(codes: Tensor, size: int) -> Groups:
 
 
 def meetings(tiles: Groups, blocks: Groups, before: int, after: int) -> tuple[Groups, Tensor]:
-    """The tiles, sorted by how many blocks they meet, and these `[N, W]`; at the end of a row the count, for none.
+    """The tiles, sorted by how many blocks they meet, and these `[N, W]`; rows end with padding, which is block J.
 
     A tile meets the blocks whose codes differ from its own by at most `before` and `after`: they stand side by side.
     """
-    none = len(blocks.codes)
+    padding = len(blocks.codes)
     first = torch.searchsorted(blocks.codes, tiles.codes - before)
     count = torch.searchsorted(blocks.codes, tiles.codes + after, right=True) - first
     order = count.argsort(stable=True)
     place = torch.arange(max(1, int(count.max())), device=count.device)
-    met = torch.where(place < count[:, None], first[:, None] + place, none)
+    met = torch.where(place < count[:, None], first[:, None] + place, padding)
     return tiles._replace(codes=tiles.codes[order], tokens=tiles.tokens[order]), met[order]

@@ -14,7 +14,7 @@ from subquad.kernels.sparse.operator import sparse_attention
 from subquad.kernels.sparse.torch import ABSENT_KEY, Pairs, Rule
 
 LARGEST, SMALLEST = 64, 16  # tokens of a tile: larger ones meet more keys in vain, smaller ones make small products
-NOBODY = -1
+PADDING = -1  # the number of a block that does not exist
 
 
 class Lines(NamedTuple):
@@ -29,7 +29,7 @@ class Part(NamedTuple):
     """Output and log-normaliser over some of the keys; `sparse.merge` puts parts together."""
 
     out: Tensor
-    log_sum: Tensor
+    log_normaliser: Tensor
 
 
 def padded(x: Tensor, multiple: int) -> Tensor:
@@ -48,7 +48,7 @@ def causal_band(lines: Lines, low: int, high: int, scale: float) -> Part:
     # every tile sees the same picture: itself first, then one block back, and so on
     q_place = inside.repeat(lines.q.shape[1])
     k_place = (inside - tile * steps[:, None]).flatten()
-    meets = (own[:, None] - steps).clamp(min=NOBODY)
+    meets = (own[:, None] - steps).clamp(min=PADDING)
     return _attend(lines, meets, (q_place, k_place), Rule(low, high), scale, tile, tile)
 
 
@@ -78,7 +78,7 @@ def cross(lines: Lines, q_place: Tensor, k_place: Tensor, rule: Rule, scale: flo
     tile, block = _even(length), _even(keys)
     last = torch.tensor([seen(min(start + tile, length) - 1) for start in range(0, length, tile)])
     blocks = torch.arange(-(-keys // block))
-    meets = torch.where(blocks * block < last[:, None], blocks, NOBODY).to(lines.q.device)
+    meets = torch.where(blocks * block < last[:, None], blocks, PADDING).to(lines.q.device)
     return _attend(lines, meets, _labels(lines, q_place, k_place, tile, block), rule, scale, tile, block)
 
 
@@ -108,10 +108,10 @@ def _attend(
     (count, groups, length, _), (q, *keys) = lines.q.shape, lines
     k, v = (padded(x, block).reshape(-1, block, x.shape[2]) for x in keys)
     of_line = k.shape[0] // count * torch.arange(count, device=q.device)[:, None]
-    blocks = torch.where(meets[:, None] == NOBODY, k.shape[0], meets[:, None] + of_line).flatten(0, 1)
+    blocks = torch.where(meets[:, None] == PADDING, k.shape[0], meets[:, None] + of_line).flatten(0, 1)
     pairs = Pairs(blocks, *(place.to(torch.int32) for place in places))
-    out, log_sum = sparse_attention(_tiles(q, tile), k, v, pairs, rule, scale)
-    return Part(*(_lines(x, count, groups, tile)[:, :, :length] for x in (out, log_sum)))
+    out, log_normaliser = sparse_attention(_tiles(q, tile), k, v, pairs, rule, scale)
+    return Part(*(_lines(x, count, groups, tile)[:, :, :length] for x in (out, log_normaliser)))
 
 
 def _tiles(x: Tensor, tile: int) -> Tensor:

@@ -50,9 +50,11 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
-    grad_out, grad_log_sum, out, log_sum, *rest = args
+    grad_out, grad_log_normaliser, out, log_normaliser, *rest = args
     _check_saved(*args)
-    return tuple(g.contiguous() for g in sparse.backward(*_problem(*rest), out, log_sum, (grad_out, grad_log_sum)))
+    return tuple(
+        g.contiguous() for g in sparse.backward(*_problem(*rest), out, log_normaliser, (grad_out, grad_log_normaliser))
+    )
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -65,7 +67,7 @@ sparse_backward = make_operator(
     "sparse_backward",
     _backward,
     _backward_fake,
-    f"(Tensor grad_out, Tensor grad_log_sum, Tensor out, Tensor log_sum, {_TENSORS}{_NUMBERS}) "
+    f"(Tensor grad_out, Tensor grad_log_normaliser, Tensor out, Tensor log_normaliser, {_TENSORS}{_NUMBERS}) "
     "-> (Tensor, Tensor, Tensor)",
 )
 
@@ -76,11 +78,11 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(*output, *inputs[:_TENSOR_COUNT])
 
 
-def _gradients(ctx: Any, grad_out: Tensor | None, grad_log_sum: Tensor | None) -> tuple:
-    out, log_sum, *tensors = ctx.saved_tensors
-    grads = grad_or_zeros(grad_out, out), grad_or_zeros(grad_log_sum, log_sum)
-    of_inputs = sparse_backward(*grads, out, log_sum, *tensors, *ctx.numbers)
-    return (*of_inputs, *[None] * (_TENSOR_COUNT - 3 + len(ctx.numbers)))
+def _gradients(ctx: Any, grad_out: Tensor | None, grad_log_normaliser: Tensor | None) -> tuple:
+    out, log_normaliser, *tensors = ctx.saved_tensors
+    grads = grad_or_zeros(grad_out, out), grad_or_zeros(grad_log_normaliser, log_normaliser)
+    gradients = sparse_backward(*grads, out, log_normaliser, *tensors, *ctx.numbers)
+    return (*gradients, *[None] * (_TENSOR_COUNT - 3 + len(ctx.numbers)))
 
 
 sparse_forward.register_autograd(_gradients, setup_context=_save)

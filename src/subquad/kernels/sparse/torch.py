@@ -21,7 +21,7 @@ ABSENT_QUERY, ABSENT_KEY = -(1 << 29), 1 << 29  # labels of what is not there: t
 class Pairs(NamedTuple):
     """Tiles, blocks and labels.
 
-    blocks: int64 `[N, W]`, the key blocks that a tile meets; J stands for none. Columns of J at the end cost nothing
+    blocks: int64 `[N, W]`, the key blocks that a tile meets; J is padding. Columns of J at the end cost nothing
         where tiles next to each other have them, so tiles are best sorted by how many blocks they meet.
     q_place: int32 `[N, C]`, k_place `[J, E]`; or `[C]` and `[W * E]` where all tiles look alike (then no codes).
     q_code: int32 `[N, C, R]`, k_code `[J, E, R]` for R rounds, or None.
@@ -68,35 +68,41 @@ def log_dtype(q: Tensor) -> torch.dtype:
 def forward(inputs: Inputs, pairs: Pairs, rule: Rule, scale: float) -> tuple[Tensor, Tensor]:
     """Output `[N, C, Dv]` and log-normaliser `[N, C]`; zeros and -inf for a row that sees no key."""
     q, k, v = inputs
-    out, log_sum = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=log_dtype(q))
+    out, log_normaliser = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=log_dtype(q))
     for tile in _tiles(Inputs(bounded_(q * scale), bounded_(k.clone()), v), pairs, rule):
         top = tile.logits.amax(-1, keepdim=True)
         top.masked_fill_(top == -torch.inf, 0)
         weights = tile.logits.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
         out[tile.rows] = weights @ tile.v / torch.where(total > 0, total, 1)
-        log_sum[tile.rows] = (top.to(log_sum.dtype) + total.to(log_sum.dtype).log()).squeeze(-1)
-    return out, log_sum
+        log_normaliser[tile.rows] = (top.to(log_normaliser.dtype) + total.to(log_normaliser.dtype).log()).squeeze(-1)
+    return out, log_normaliser
 
 
 def backward(
-    inputs: Inputs, pairs: Pairs, rule: Rule, scale: float, out: Tensor, log_sum: Tensor, grads: tuple[Tensor, Tensor]
+    inputs: Inputs,
+    pairs: Pairs,
+    rule: Rule,
+    scale: float,
+    out: Tensor,
+    log_normaliser: Tensor,
+    grads: tuple[Tensor, Tensor],
 ) -> Inputs:
     """Gradients of q, k and v, from those of the output and of the log-normaliser."""
     q, k, v = inputs = Inputs(bounded_(inputs.q * scale), bounded_(inputs.k.clone()), inputs.v)
-    grad_out, grad_log_sum = grads
-    of_q = torch.empty_like(q)
-    of_k, of_v = (x.new_zeros(x.shape[0] + 1, *x.shape[1:]) for x in (k, v))  # the last block is nobody's
-    log_sum = log_sum.masked_fill(log_sum == -torch.inf, torch.inf)[..., None].to(q.dtype)
-    shift = (grad_log_sum.to(q.dtype) - (grad_out * out).sum(-1))[..., None]
+    grad_out, grad_log_normaliser = grads
+    dq = torch.empty_like(q)
+    dk, dv = (x.new_zeros(x.shape[0] + 1, *x.shape[1:]) for x in (k, v))  # the last block is padding
+    log_normaliser = log_normaliser.masked_fill(log_normaliser == -torch.inf, torch.inf)[..., None].to(q.dtype)
+    shift = (grad_log_normaliser.to(q.dtype) - (grad_out * out).sum(-1))[..., None]
     for tile in _tiles(inputs, pairs, rule):
         rows, blocks = tile.rows, tile.blocks.flatten()
-        weights, grad = tile.logits.sub_(log_sum[rows]).exp_(), grad_out[rows]
-        of_v.index_add_(0, blocks, (weights.mT @ grad).view(-1, *v.shape[1:]))
-        of_logits = (grad @ tile.v.mT).add_(shift[rows]).mul_(weights)
-        of_k.index_add_(0, blocks, (of_logits.mT @ q[rows]).view(-1, *k.shape[1:]))
-        of_q[rows] = of_logits @ tile.k
-    return Inputs(of_q.mul_(scale), of_k[:-1], of_v[:-1])
+        weights, grad = tile.logits.sub_(log_normaliser[rows]).exp_(), grad_out[rows]
+        dv.index_add_(0, blocks, (weights.mT @ grad).view(-1, *v.shape[1:]))
+        dlogits = (grad @ tile.v.mT).add_(shift[rows]).mul_(weights)
+        dk.index_add_(0, blocks, (dlogits.mT @ q[rows]).view(-1, *k.shape[1:]))
+        dq[rows] = dlogits @ tile.k
+    return Inputs(dq.mul_(scale), dk[:-1], dv[:-1])
 
 
 class _Tile(NamedTuple):
@@ -115,10 +121,10 @@ def _tiles(inputs: Inputs, pairs: Pairs, rule: Rule) -> Iterator[_Tile]:
     step = max(1, PAIRS_AT_ONCE // (q.shape[1] * pairs.blocks.shape[1] * k.shape[1]))
     alike = pairs.q_place.dim() == 1
     picture = _picture(pairs, rule, q.dtype) if alike else q.new_empty(0)
-    labels = pairs._replace(alive=_alive(pairs, k)) if alike else _with_nobody(pairs)
+    labels = pairs._replace(alive=_alive(pairs, k)) if alike else _with_padding(pairs)
     for start in range(0, q.shape[0], step):
         rows = slice(start, start + step)
-        blocks = _without_nobody(pairs.blocks[rows], k.shape[0])
+        blocks = _without_padding(pairs.blocks[rows], k.shape[0])
         keys, values = _gather(k, blocks), _gather(v, blocks)
         if alike:
             met = picture[:, :, : keys.shape[1]].expand(keys.shape[0], -1, -1)
@@ -130,14 +136,14 @@ def _tiles(inputs: Inputs, pairs: Pairs, rule: Rule) -> Iterator[_Tile]:
 
 
 def _gather(x: Tensor, blocks: Tensor) -> Tensor:
-    """Blocks of x `[J, E, D]` side by side, `[n, W * E, D]`; any of them for one that is nobody's."""
-    somebody = blocks.clamp(max=x.shape[0] - 1).flatten()
-    return x.index_select(0, somebody).view(blocks.shape[0], -1, x.shape[2])
+    """Blocks of x `[J, E, D]` side by side, `[n, W * E, D]`; padding reads an arbitrary block, masked later."""
+    existing = blocks.clamp(max=x.shape[0] - 1).flatten()
+    return x.index_select(0, existing).view(blocks.shape[0], -1, x.shape[2])
 
 
-def _without_nobody(blocks: Tensor, nobody: int) -> Tensor:
-    """blocks `[n, W]` without the columns at the end that hold nobody's; one is always left."""
-    used = (blocks != nobody).any(0).tolist()
+def _without_padding(blocks: Tensor, padding: int) -> Tensor:
+    """blocks `[n, W]` without the columns of padding at the end; one column is always left."""
+    used = (blocks != padding).any(0).tolist()
     width = max([w + 1 for w, some in enumerate(used) if some], default=1)
     return blocks[:, :width]
 
@@ -154,7 +160,7 @@ def _picture(pairs: Pairs, rule: Rule, dtype: torch.dtype) -> Tensor:
 
 
 def _alive(pairs: Pairs, k: Tensor) -> Tensor:
-    """`[J + 1, E]`: nobody is in the last block."""
+    """`[J + 1, E]`: the last block is padding, without keys."""
     alive = k.new_ones(k.shape[:2], dtype=torch.bool) if pairs.alive is None else pairs.alive
     return torch.cat([alive, alive.new_zeros(1, k.shape[1])])
 
@@ -169,8 +175,8 @@ def _hide_absent(logits: Tensor, alive: Tensor | None, blocks: Tensor) -> None:
 # Tiles with labels of their own ---------------------------------------------------------------------------------------
 
 
-def _with_nobody(pairs: Pairs) -> Pairs:
-    """With labels for the block that stands for none."""
+def _with_padding(pairs: Pairs) -> Pairs:
+    """With labels for block J, which is padding."""
 
     def extended(labels: Tensor) -> Tensor:
         return torch.cat([labels, labels.new_full((1, *labels.shape[1:]), ABSENT_KEY)])
@@ -207,13 +213,13 @@ def _outside(q: Tensor, k: Tensor, low: int, high: int) -> Tensor:
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
-def merge(outs: list[Tensor], log_sums: list[Tensor]) -> Tensor:
+def merge(outs: list[Tensor], log_normalisers: list[Tensor]) -> Tensor:
     """One output `[..., Dv]` from parts that saw different keys, each with its log-normaliser `[...]`."""
     if len(outs) == 1:
         return outs[0]
-    log_sum = torch.stack(log_sums)
-    top = log_sum.detach().amax(0)
-    shares = (log_sum - top.masked_fill(top == -torch.inf, 0)).exp()
+    log_normaliser = torch.stack(log_normalisers)
+    top = log_normaliser.detach().amax(0)
+    shares = (log_normaliser - top.masked_fill(top == -torch.inf, 0)).exp()
     total = shares.sum(0)
     shares = (shares / torch.where(total > 0, total, 1)).to(outs[0].dtype)
     return sum((share[..., None] * out for share, out in zip(shares, outs, strict=True)), torch.zeros_like(outs[0]))

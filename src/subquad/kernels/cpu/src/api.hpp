@@ -30,16 +30,16 @@ struct Problem {
   const float *offset_weight, *offset_bias;   // [map_heads, D], [map_heads], or null
   const uint8_t *alive, *fold;                // [mask_batch, S] or null
   const int64_t* sink_seen;                   // [mask_batch, T] or null
-  const float *far_max, *far_sum;             // [B, K, M], [B, K, M, V + 1], or null
+  const float *far_max, *far_sum;             // [B, K, M], [B, K, M, V], or null
 };
 
 // All float32 (but `low`) and dense. `borders` are the states at which segments begin, in the order of the sweeps; row M of
 // their sums is the centre of the values.
 struct Forward {
-  float* out;                        // [B, H, T, V]
+  float* out;                        // [B, H, T, Dv]
   float* normaliser;                 // [B, H, T, 2] logarithms (far, exact); [B, H, T] sums unless EXP
-  int8_t* low;                       // [B, H, T, V] what rounding left out of `out`, see low.hpp, or null
-  float *borders_max, *borders_sum;  // [borders, B, K, M], [borders, B, K, M + 1, V + 1], or null
+  int8_t* low;                       // [B, H, T, Dv] what rounding left out of `out`, see low.hpp, or null
+  float *borders_max, *borders_sum;  // [borders, B, K, M], [borders, B, K, M + 1, V], or null
   float *far_max, *far_sum;          // after the last token, or null
 };
 
@@ -52,13 +52,13 @@ struct Backward {
   float *sink_k, *sink_v;                       // [slices, B, K, sinks, ..]
   float *query, *key, *key_bias;                // [B, K, M, D], [B, K, M], or null: not wanted
   float *offset_weight, *offset_bias;           // [slices, B, K, D], [slices, B, K], or null
-  const float* last_far_sum;                    // [B, K, M, V + 1], gradient of the last state, or null: zeros
+  const float* last_far_sum;                    // [B, K, M, V], gradient of the last state, or null: zeros
   float* far_sum;                               // the same of the first state, filled, or null
 };
 
 // One token for every sequence. `before` is the caller's and stays as it is; a null in `after` means: as before.
 struct Kept {
-  float *far_max, *far_sum, *far_low;  // [B, K, M], [B, K, M, V + 1]; far_low: what far_sum was rounded by
+  float *far_max, *far_sum, *far_low;  // [B, K, M], [B, K, M, V]; far_low: what far_sum was rounded by
   void *sink_k, *sink_v;               // [B, K, sinks, ..] dtype
   void *block_k, *block_v;             // [B, K, 2 near, ..] dtype
 };
@@ -66,5 +66,5 @@ struct Step {
   const uint8_t* real;    // [B], or null: all of them
   const int64_t* length;  // [B] tokens before this one
   Kept before, after;
-  float* out;             // [B, H, V]
+  float* out;             // [B, H, Dv]
 };

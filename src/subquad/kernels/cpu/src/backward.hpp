@@ -41,7 +41,7 @@ class BackwardTask {
     }
     for (long i = to - 1; i >= from; --i) {
       const long b = pass.block(i);
-      expect(pass.block(i - v.p.blocks_per_segment), pass.block(i - 1));  // segments begin by folding their keys
+      prefetch(pass.block(i - v.p.blocks_per_segment), pass.block(i - 1));  // segments begin by folding their keys
       Fold* folds = &folds_[(i - from) * folds_per_block()];
       if (pass.kind == Pass::OWN)
         own(b, states_[i - from], folds);
@@ -56,12 +56,12 @@ class BackwardTask {
     reserve_segment(1);
   }
   void scatter(long b) {
-    expect(View::NO_BLOCK, b + 1);
+    prefetch(View::NO_BLOCK, b + 1);
     near_.attend_to_sinks(b);
     block_rows(b, work_);
   }
   void gather(long b) {
-    expect(b + 1, View::NO_BLOCK);
+    prefetch(b + 1, View::NO_BLOCK);
     Keys& block = near_.block(b);
     make_fold(v, block, 0, block.count, work_.max, true, folds_[0]);
     fold_backward(block, folds_[0]);
@@ -70,7 +70,7 @@ class BackwardTask {
   // Only what the queries of a block say to the keys before it (features without maxima).
   void sum_queries(long b) {
     const long begin = b * v.p.block, count = std::min<long>(v.p.block, v.p.length - begin);
-    expect(View::NO_BLOCK, b + 1);
+    prefetch(View::NO_BLOCK, b + 1);
     for (int group = 0; group < v.p.groups; ++group) {
       open_rows(group, begin, int(count), grad_);  // without maxima no state is needed
       load_gradient(nullptr);
@@ -86,8 +86,8 @@ class BackwardTask {
     if (v.p.sinks) {
       copy_rows<true>(near_.sinks.grad, padded(v.D), v.p.sinks, v.D, v.p.root, 0, v.p.sinks,
                       saved_.sink_k + place * v.p.sinks * v.D, 0);
-      copy_rows<true>(near_.sinks.value_grad, v.height, v.p.sinks, v.V, 1, 0, v.p.sinks,
-                      saved_.sink_v + place * v.p.sinks * v.V, 0);
+      copy_rows<true>(near_.sinks.value_grad, v.height, v.p.sinks, v.Dv, 1, 0, v.p.sinks,
+                      saved_.sink_v + place * v.p.sinks * v.Dv, 0);
     }
     const long row = v.sequence() * v.p.num_features + v.first;
     add_map(map_.query, saved_.query, row);
@@ -102,8 +102,8 @@ class BackwardTask {
 
   void allocate_tiles() {
     const long n = padded(TILE);
-    grad_stage_ = Stage::allocate(v.V), out_stage_ = Stage::allocate(v.V);
-    grad_lanes_ = pool().take(n * v.V);
+    grad_stage_ = Stage::allocate(v.Dv), out_stage_ = Stage::allocate(v.Dv);
+    grad_lanes_ = pool().take(n * v.Dv);
     grad_columns_ = pool().take(n * v.height);
     minus_dot_ = pool().take(n);
     centred_dot_ = pool().take(n);
@@ -138,12 +138,12 @@ class BackwardTask {
   }
 
   // Blocks of keys and of rows that come next.
-  void expect(long keys, long rows) const {
-    ahead().forget();
-    v.expect_rows(v.p.q, rows, v.D);
-    v.expect_rows(saved_.grad_out, rows, v.V);
-    v.expect_rows(saved_.out, rows, v.V);
-    v.expect_keys(keys);
+  void prefetch(long keys, long rows) const {
+    prefetcher().clear();
+    v.prefetch_rows(v.p.q, rows, v.D);
+    v.prefetch_rows(saved_.grad_out, rows, v.Dv);
+    v.prefetch_rows(saved_.out, rows, v.Dv);
+    v.prefetch_keys(keys);
   }
 
   // Keys --------------------------------------------------------------------------------------------------------------
@@ -172,10 +172,10 @@ class BackwardTask {
   // key_dlogs = gradient of the weights of a fold, less the totals', which are added at last; values get theirs.
   SUBQUAD_STAGE void fold_gradient(Keys& block, const Fold& fold) {
     const int tokens = fold.panel_count * PANEL;
-    const float* values = block.value_lanes + long(fold.begin) * v.V;
-    multiply(v.M, tokens, v.V, panels(grad_.sum, v.M), {values, long(v.V) * PANEL}, in_panels(key_dlogs_, v.M));
+    const float* values = block.value_lanes + long(fold.begin) * v.Dv;
+    multiply(v.M, tokens, v.Dv, panels(grad_.sum, v.M), {values, long(v.Dv) * PANEL}, in_panels(key_dlogs_, v.M));
     std::copy(grad_.total, grad_.total + v.M, fold_total_);
-    add_product(tokens, v.V, v.M, transposed(fold.weights, v.M), {grad_.sum, long(v.M) * PANEL},
+    add_product(tokens, v.Dv, v.M, transposed(fold.weights, v.M), {grad_.sum, long(v.M) * PANEL},
                 in_rows(block.value_grad + fold.begin * v.height, v.height));
   }
   SUBQUAD_STAGE void finish_fold(Keys& block, const Fold& fold) {
@@ -311,7 +311,7 @@ class BackwardTask {
       for (int j = 0; j < LANES && !v.logarithmic(); ++j) grad_stage_.scale_row(j, 1 / r_.sum[i + j]);
       Vec sums[LANES] = {};
       for (int j = 0; j < LANES; ++j)
-        for (int d = 0; d < v.V; d += LANES) sums[j] -= grad_stage_.at(j, d) * out_stage_.at(j, d);
+        for (int d = 0; d < v.Dv; d += LANES) sums[j] -= grad_stage_.at(j, d) * out_stage_.at(j, d);
       const Vec dot = sums_across(sums);
       store(minus_dot_ + i, dot);
       store(centred_dot_ + i, centred ? centred_dot(i, state->centre) : dot);
@@ -322,11 +322,11 @@ class BackwardTask {
   Vec centred_dot(int i, const float* centre) {
     for (int j = 0; j < LANES && saved_.low && i + j < r_.count; ++j) {
       const long row = (v.b * v.p.key_heads * v.p.groups + r_.head) * v.p.length + r_.token + i + j;
-      unpack_low(out_stage_.row(j), saved_.low + row * v.V, v.V, lows_ + j * v.height);
+      unpack_low(out_stage_.row(j), saved_.low + row * v.Dv, v.Dv, lows_ + j * v.height);
     }
     Vec sums[LANES] = {};
     for (int j = 0; j < LANES; ++j)
-      for (int d = 0; d < v.V; d += LANES) {
+      for (int d = 0; d < v.Dv; d += LANES) {
         const Vec less = out_stage_.at(j, d) - load(centre + d);
         sums[j] -= grad_stage_.at(j, d) * (less + load(lows_ + j * v.height + d));
       }
@@ -354,8 +354,8 @@ class BackwardTask {
     load_gradient(&state);
     normalise_weights();
     const int tall = int(r_.height());
-    const Right g_lanes{grad_lanes_, long(v.V) * PANEL};
-    multiply(v.M, tall, v.V, panels(state.sum, v.M), g_lanes, in_panels(dlogs_, v.M));
+    const Right g_lanes{grad_lanes_, long(v.Dv) * PANEL};
+    multiply(v.M, tall, v.Dv, panels(state.sum, v.M), g_lanes, in_panels(dlogs_, v.M));
     add_to_field();
     if (own) own_backward(*own, *fold);
     finish_rows(state);
@@ -371,7 +371,7 @@ class BackwardTask {
   // What the rows say to the field.
   SUBQUAD_STAGE void add_to_field() {
     const Right g_columns{grad_columns_, r_.height() * PANEL};
-    add_product(v.M, v.V, int(r_.height()), panels(r_.weights, v.M), g_columns, grad_.sums_from(v, 0));
+    add_product(v.M, v.Dv, int(r_.height()), panels(r_.weights, v.M), g_columns, grad_.sums_from(v, 0));
     for (int m = 0; m < v.M; m += LANES) {
       const int some = std::min(LANES, v.M - m);
       Vec sums[LANES] = {};
@@ -411,7 +411,7 @@ class BackwardTask {
       float *scores = scores_ + j * n * PANEL, *dscores = dscores_ + j * n * PANEL;
       const float* weights = r_.weights + long(j) * v.M * PANEL;
       multiply_panel<false>(seen, v.M, transposed(fold.weights, v.M), weights, scores, PANEL);
-      multiply_panel<false>(seen, v.V, panels(own.value_columns, own.height), grad_lanes_ + long(j) * v.V * PANEL, dscores,
+      multiply_panel<false>(seen, v.Dv, panels(own.value_columns, own.height), grad_lanes_ + long(j) * v.Dv * PANEL, dscores,
                             PANEL);
       for (int s = 0; s < seen; ++s) {
         float *score = scores + s * PANEL, *grad = dscores + s * PANEL;
@@ -425,7 +425,7 @@ class BackwardTask {
       const int j = s / PANEL, rest = int(r_.height()) - s;
       add_product(v.M, PANEL, rest, panels(r_.weights + long(j) * v.M * PANEL, v.M),
                   {dscores_transposed_ + (j * n + s) * PANEL, 0}, in_panels(key_dlogs_ + long(j) * v.M * PANEL, v.M));
-      add_product(std::min(PANEL, own.count - s), v.V, rest, panels(scores_ + (j * n + s) * PANEL, n),
+      add_product(std::min(PANEL, own.count - s), v.Dv, rest, panels(scores_ + (j * n + s) * PANEL, n),
                   {grad_columns_ + s * PANEL, r_.height() * PANEL}, in_rows(own.value_grad + s * v.height, v.height));
     }
   }

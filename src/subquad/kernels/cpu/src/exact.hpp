@@ -63,12 +63,12 @@ class Exact {
       }
   }
 
-  // r.out [tokens][V] += weights^T values
+  // r.out [tokens][Dv] += weights^T values
   SUBQUAD_STAGE void add_values(const View& v, Rows& r, int offset) const {
     each_panel_and_piece(v, r, offset, [&](int j, const Piece& piece, int seen) {
       const Transposed A = transposed(panel(logits_, j) + piece.begin * PANEL, 0);
       const Right values{piece.keys->value_columns, piece.keys->height * PANEL};
-      add_product(PANEL, v.V, seen, A, values, in_rows(r.out + j * PANEL * v.height, v.height));
+      add_product(PANEL, v.Dv, seen, A, values, in_rows(r.out + j * PANEL * v.height, v.height));
     });
   }
 
@@ -79,8 +79,8 @@ class Exact {
       const Keys& keys = *piece.keys;
       const float* weight = panel(logits_, j) + piece.begin * PANEL;
       float* grad = panel(grad_, j) + piece.begin * PANEL;
-      const float* lanes = grad_lanes + long(j) * v.V * PANEL;
-      multiply_panel<false>(seen, v.V, panels(keys.value_columns, keys.height), lanes, grad, PANEL);
+      const float* lanes = grad_lanes + long(j) * v.Dv * PANEL;
+      multiply_panel<false>(seen, v.Dv, panels(keys.value_columns, keys.height), lanes, grad, PANEL);
       for (int i = 0; i < seen * PANEL; i += LANES) {
         const Vec shift = load(minus_dot + j * PANEL + i % PANEL);
         store(grad + i, (load(grad + i) + shift) * load(weight + i));
@@ -131,7 +131,7 @@ class Exact {
       const int tall = std::min(PANEL, keys.count - e), rest = int(height) - j * PANEL;
       if (rest <= 0) break;
       const long at = (piece.begin + e) * PANEL, skipped = long(j) * PANEL * PANEL;
-      add_product(tall, v.V, rest, panels(panel(logits_, j) + at, size_), {grad_columns + skipped, height * PANEL},
+      add_product(tall, v.Dv, rest, panels(panel(logits_, j) + at, size_), {grad_columns + skipped, height * PANEL},
                   in_rows(keys.value_grad + e * v.height, v.height));
       add_product(tall, v.D, rest, panels(panel(grad_, j) + at, size_), {r.columns + skipped, height * PANEL},
                   in_rows(keys.grad + e * depth, depth));

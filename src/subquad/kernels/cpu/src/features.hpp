@@ -185,7 +185,7 @@ SUBQUAD_STAGE inline void fold_elementwise(const View& v, const float* alive, in
 SUBQUAD_STAGE inline void add_fold(const View& v, const Keys& keys, const Fold& fold, Field& field, int begin,
                                    int count) {
   const Right values{keys.value_columns + long(fold.begin) * PANEL, keys.height * PANEL};
-  add_product(count, v.V, fold.panel_count * PANEL, panels(fold.weights + begin * PANEL, v.M), values,
+  add_product(count, v.Dv, fold.panel_count * PANEL, panels(fold.weights + begin * PANEL, v.M), values,
               field.sums_from(v, begin));
   for (int m = begin; m < begin + count; m += LANES) {
     const int some = std::min(LANES, begin + count - m);
@@ -194,7 +194,7 @@ SUBQUAD_STAGE inline void add_fold(const View& v, const Keys& keys, const Fold& 
 }
 // The tile alone as a field.
 SUBQUAD_STAGE inline void set_fold(const View& v, const Keys& keys, const Fold& fold, Field& field) {
-  multiply(v.M, v.V, fold.panel_count * PANEL, panels(fold.weights, v.M), {keys.value_columns, keys.height * PANEL},
+  multiply(v.M, v.Dv, fold.panel_count * PANEL, panels(fold.weights, v.M), {keys.value_columns, keys.height * PANEL},
            in_panels(field.sum, v.M));
   std::copy(fold.total, fold.total + v.M, field.total);
 }
@@ -237,7 +237,7 @@ struct Rows {
   float *far, *exact;       // [tokens] what exponents are relative to, on two scales (see favor/problem.py)
   float *unit;              // [tokens] what phi is multiplied by (not EXP)
   float *sum;               // [tokens] normaliser
-  float *out;               // [tokens][V] in padded rows
+  float *out;               // [tokens][Dv] in padded rows
 
   static Rows allocate(const View& v, bool backward) {
     const long n = padded(TILE);

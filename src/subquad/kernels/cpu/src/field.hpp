@@ -9,7 +9,7 @@ namespace subquad {
 constexpr long LOW_SUMS_FROM = 1 << 16;
 
 struct Field {
-  float *sum, *total, *max, *centre;  // [M][V] in panels, [M], [M], [V] in panels; one piece of memory
+  float *sum, *total, *max, *centre;  // [M][Dv] in panels, [M], [M], [Dv] in panels; one piece of memory
   float* low = nullptr;               // what rounding leaves out of sum and total, if that is kept
 
   static size_t size(long height, long features) { return size_t(height + 2) * features + height; }
@@ -57,7 +57,7 @@ struct Field {
   float* row(const View& v, long j, long m) const { return sum + (j / PANEL * v.M + m) * PANEL + j % PANEL; }
 
   bool is_centred(const View& v) const {
-    return std::any_of(centre, centre + v.V, [](float x) { return x != 0; });
+    return std::any_of(centre, centre + v.Dv, [](float x) { return x != 0; });
   }
   // Numbers [j, j + LANES) of the centre, and what that makes of the sums.
   void move_centre(const View& v, long j, Vec to) {
@@ -96,49 +96,49 @@ struct Field {
     store_some(total + m, high, some);
   }
 
-  // From and to [M][V + 1], the total last, as Python keeps it.
+  // From and to [M][V], the total last, as Python keeps it.
   void read(const View& v, const float* maxima, const float* sums) {
     clear_low(v);
     for (int m = 0; m < v.M; ++m) {
-      const float* row = sums + long(m) * (v.V + 1);
-      put_column(row, v.V, m, v.M, sum);
-      total[m] = row[v.V];
+      const float* row = sums + long(m) * (v.Dv + 1);
+      put_column(row, v.Dv, m, v.M, sum);
+      total[m] = row[v.Dv];
       max[m] = maxima && v.logarithmic() ? maxima[m] : 0;
     }
   }
   void write(const View& v, float* maxima, float* sums) const {
     for (int m = 0; m < v.M; ++m) {
-      float* row = sums + long(m) * (v.V + 1);
-      for (int j = 0; j < v.V; ++j) row[j] = *this->row(v, j, m);
-      row[v.V] = total[m];
+      float* row = sums + long(m) * (v.Dv + 1);
+      for (int j = 0; j < v.Dv; ++j) row[j] = *this->row(v, j, m);
+      row[v.Dv] = total[m];
       if (maxima && v.logarithmic()) maxima[m] = max[m];
     }
   }
-  // The same for slice and sequence of borders [.., B, K, M] and [.., B, K, M + 1, V + 1], whose last row is the centre.
+  // The same for slice and sequence of borders [.., B, K, M] and [.., B, K, M + 1, V], whose last row is the centre.
   static long place(const View& v, long border) {
     return ((border * v.sequences() + v.sequence()) * v.p.num_features + v.first);
   }
   static long border_row(const View& v, long border, long row) {
-    return ((border * v.sequences() + v.sequence()) * (v.p.num_features + 1) + row) * (v.V + 1);
+    return ((border * v.sequences() + v.sequence()) * (v.p.num_features + 1) + row) * (v.Dv + 1);
   }
   void read_border(const View& v, const float* maxima, const float* sums, long border) {
     read(v, maxima + place(v, border), sums + border_row(v, border, v.first));
     const float* from = sums + border_row(v, border, v.p.num_features);
-    std::fill(std::copy(from, from + v.V, centre), centre + v.height, 0.0f);
+    std::fill(std::copy(from, from + v.Dv, centre), centre + v.height, 0.0f);
   }
   void write_border(const View& v, float* maxima, float* sums, long border) const {
     write(v, maxima + place(v, border), sums + border_row(v, border, v.first));
-    if (v.slice == 0) *std::copy(centre, centre + v.V, sums + border_row(v, border, v.p.num_features)) = 0;
+    if (v.slice == 0) *std::copy(centre, centre + v.Dv, sums + border_row(v, border, v.p.num_features)) = 0;
   }
-  // And of states [B, K, M] and [B, K, M, V + 1], sums of the values themselves.
+  // And of states [B, K, M] and [B, K, M, V], sums of the values themselves.
   void read_state(const View& v, const float* maxima, const float* sums) {
-    read(v, maxima ? maxima + place(v, 0) : nullptr, sums + place(v, 0) * (v.V + 1));
+    read(v, maxima ? maxima + place(v, 0) : nullptr, sums + place(v, 0) * (v.Dv + 1));
     std::fill(centre, centre + v.height, 0.0f);
   }
   void write_state(const View& v, float* maxima, float* sums) {
     if (is_centred(v))
       for (long j = 0; j < v.height; j += LANES) move_centre(v, j, Vec{});
-    write(v, maxima ? maxima + place(v, 0) : nullptr, sums + place(v, 0) * (v.V + 1));
+    write(v, maxima ? maxima + place(v, 0) : nullptr, sums + place(v, 0) * (v.Dv + 1));
   }
   void begin(const View& v) {
     if (v.p.far_sum)

@@ -26,10 +26,10 @@ struct Output {
   bool last;           // rows that saw nothing get the normaliser +inf
 
   static int norms_of(const View& v) { return v.logarithmic() ? 2 : 1; }
-  float* out_row(const View& v, long group, long t) const { return out + (group * tokens + t - first) * v.V; }
+  float* out_row(const View& v, long group, long t) const { return out + (group * tokens + t - first) * v.Dv; }
   float* norm_row(long group, long t) const { return norm + (group * tokens + t - first) * norms; }
   OutputRow row(const View& v, long group, long t) const {
-    int8_t* low_row = low ? low + (group * tokens + t - first) * v.V : nullptr;
+    int8_t* low_row = low ? low + (group * tokens + t - first) * v.Dv : nullptr;
     return {out_row(v, group, t), low_row, norm_row(group, t)};
   }
 };
@@ -48,11 +48,11 @@ inline void merge_row(const View& v, const OutputRow& part, const OutputRow& int
   const bool keeps = lead > 0;  // what is there weighs more
   const float pull = other / total;
   if (into.low) {
-    unpack_low(into.out, into.low, v.V, keeps ? lows.one : lows.other);
-    unpack_low(part.out, part.low, v.V, keeps ? lows.other : lows.one);
+    unpack_low(into.out, into.low, v.Dv, keeps ? lows.one : lows.other);
+    unpack_low(part.out, part.low, v.Dv, keeps ? lows.other : lows.one);
   }
   const float *larger = keeps ? into.out : part.out, *smaller = keeps ? part.out : into.out;
-  for (int j = 0; j < v.V; ++j) {
+  for (int j = 0; j < v.Dv; ++j) {
     const float origin = larger[j], change = pull * (smaller[j] - origin);
     const float merged = origin + change;
     into.out[j] = merged;
@@ -61,7 +61,7 @@ inline void merge_row(const View& v, const OutputRow& part, const OutputRow& int
     into.out[j] = merged + low;
     lows.one[j] = low - (into.out[j] - merged);  // again no more than a rounding: there is room for that only
   }
-  if (into.low) pack_low(into.out, lows.one, v.V, into.low);
+  if (into.low) pack_low(into.out, lows.one, v.Dv, into.low);
   const float* most = keeps ? norm : part.norm;
   const float grown = std::log(total), far = most[0] + grown, exact = most[1] + grown;
   norm[0] = far, norm[1] = exact;
@@ -92,31 +92,31 @@ class ForwardTask {
 
   // near > 0, towards the end: exact on blocks b - 1, b (and b + 1), far on those up to b - 2.
   void along(long b) {
-    expect(b + (v.p.causal ? 1 : 2), b + 1);
+    prefetch(b + (v.p.causal ? 1 : 2), b + 1);
     near_.attend_around(b);
     read_block(b);
     if (near_.there(b - 1)) fold_block(near_.block(b - 1));
   }
   // near > 0, towards the beginning: far on blocks from b + 2 on.
   void back(long b) {
-    expect(b, b - 1);
+    prefetch(b, b - 1);
     near_.attend_to_nothing();
     read_block(b);
     if (near_.there(b + 1)) fold_block(near_.block(b + 1));
   }
   // near = 0, not causal: first all keys, then all queries.
   void gather(long b) {
-    expect(b + 1, View::NO_BLOCK);
+    prefetch(b + 1, View::NO_BLOCK);
     fold_block(near_.block(b));
   }
   void scatter(long b) {
-    expect(View::NO_BLOCK, b + 1);
+    prefetch(View::NO_BLOCK, b + 1);
     near_.attend_to_sinks(b);
     read_block(b);
   }
   // near = 0, causal.
   void own(long b) {
-    expect(b + 1, b + 1);
+    prefetch(b + 1, b + 1);
     near_.attend_to_sinks(b);
     const long begin = b * v.p.block;
     own_tokens(begin, int(std::min<long>(v.p.block, v.p.length - begin)));
@@ -125,7 +125,7 @@ class ForwardTask {
   // all keys before it.
   void prepare(long b, Keys& keys, Fold& fold, Field sum) const {
     const long begin = b * v.p.block;
-    expect(b + 1, View::NO_BLOCK);
+    prefetch(b + 1, View::NO_BLOCK);
     keys.load(v, begin, int(std::min<long>(v.p.block, v.p.length - begin)));
     std::fill(sum.max, sum.max + v.M, 0.0f);
     make_fold(v, keys, 0, keys.count, sum.max, true, fold);
@@ -133,16 +133,16 @@ class ForwardTask {
   }
   void read_prepared(const Keys& keys, const Fold& fold, Field before) {
     field_ = before, fold_ = fold;
-    expect(View::NO_BLOCK, keys.token / v.p.block + 1);
+    prefetch(View::NO_BLOCK, keys.token / v.p.block + 1);
     for (int group = 0; group < v.p.groups; ++group) read_rows(group, keys.token, keys.count, 0, &keys);
   }
 
  private:
   // Blocks of keys and of queries that come next.
-  void expect(long keys, long queries) const {
-    ahead().forget();
-    v.expect_keys(keys);
-    v.expect_rows(v.p.q, queries, v.D);
+  void prefetch(long keys, long queries) const {
+    prefetcher().clear();
+    v.prefetch_keys(keys);
+    v.prefetch_rows(v.p.q, queries, v.D);
   }
 
   void fold_block(Keys& block) {
@@ -192,9 +192,9 @@ class ForwardTask {
     const Transposed weights = transposed(r_.weights + begin * PANEL, v.M);
     const Right sums{field_.sum + begin * PANEL, long(v.M) * PANEL};
     if (begin == 0)
-      multiply(int(r_.height()), v.V, count, weights, sums, in_rows(r_.out, v.height));
+      multiply(int(r_.height()), v.Dv, count, weights, sums, in_rows(r_.out, v.height));
     else
-      add_product(int(r_.height()), v.V, count, weights, sums, in_rows(r_.out, v.height));
+      add_product(int(r_.height()), v.Dv, count, weights, sums, in_rows(r_.out, v.height));
   }
 
   // The largest exponent of each row, as one point on two scales: far + scalar = exact.
@@ -224,7 +224,7 @@ class ForwardTask {
         low += load(x), high += load(x + LANES);
       }
       store(r_.sum + j * PANEL, low), store(r_.sum + j * PANEL + LANES, high);
-      add_product(PANEL, v.V, seen, transposed(scores, 0), {own.value_columns, own.height * PANEL},
+      add_product(PANEL, v.Dv, seen, transposed(scores, 0), {own.value_columns, own.height * PANEL},
                   in_rows(r_.out + j * PANEL * v.height, v.height));
     }
   }
@@ -267,16 +267,16 @@ class ForwardTask {
     float* sums = r_.out + i * v.height;
     float inverse = 1 / divisor;
     if (std::isinf(inverse)) {  // of a number that is not
-      for (int j = 0; j < v.V; ++j) sums[j] /= divisor;
+      for (int j = 0; j < v.Dv; ++j) sums[j] /= divisor;
       inverse = 1;
     }
     if (!centred_) {
-      for (int j = 0; j < v.V; ++j) to.out[j] = sums[j] * inverse;
-      if (to.low) std::fill(to.low, to.low + v.V, int8_t(0));
+      for (int j = 0; j < v.Dv; ++j) to.out[j] = sums[j] * inverse;
+      if (to.low) std::fill(to.low, to.low + v.Dv, int8_t(0));
       return;
     }
-    CentredRow{far_sum_[i] / divisor, near_sum_[i] / divisor}.finish(field_.centre, v.V, inverse, sums, to.out);
-    if (to.low) pack_low(to.out, sums, v.V, to.low);
+    CentredRow{far_sum_[i] / divisor, near_sum_[i] / divisor}.finish(field_.centre, v.Dv, inverse, sums, to.out);
+    if (to.low) pack_low(to.out, sums, v.Dv, to.low);
   }
 
   void write_logarithmic(int group, int i) {

@@ -3,7 +3,7 @@
 // "Panels" are the one layout of all matrices [N][n]: columns in groups of PANEL, each group [N][PANEL]. B and C are in
 // panels, or C has rows of any stride. A is read one number at a time, so it can be panels or transposed panels.
 #pragma once
-#include "ahead.hpp"
+#include "prefetch.hpp"
 #include "simd.hpp"
 
 namespace subquad {
@@ -101,7 +101,7 @@ constexpr int TALL = SUBQUAD_VECTOR_BYTES == 64 ? 8 : SUBQUAD_VECTOR_BYTES == 32
 // Rows [begin, begin + count) of A and C, within one group of PANEL rows, against all panels of B.
 template <int ROWS, bool ADD, class Left>
 inline void multiply_rows(int i, int panel_count, int depth, const Left& A, const Right& B, const Result& C) {
-  ahead().some();
+  prefetcher().some();
   for (int j = 0; j < panel_count; ++j)
     multiply_tile<ROWS, ADD>(depth, A.at(i), A, B.b + j * B.panel, C.c + j * C.panel + i * C.row, C.row, C.low);
 }

@@ -9,14 +9,14 @@ struct Keys {
   int count = 0;       // tokens, dead ones included
   long height = 0;     // tokens with padding
   float *lanes, *columns;              // [D][tokens] for features, [tokens][D] for logits and gradients, or null
-  float *value_lanes, *value_columns;  // [V][tokens] (backward only), [tokens][V]
+  float *value_lanes, *value_columns;  // [Dv][tokens] (backward only), [tokens][Dv]
   float *half_square;                  // [tokens] (only if features or logits use it)
   float *alive, *fold;                 // [tokens] 1 or 0: counts at all, enters the far field
-  float *grad, *value_grad;            // [tokens][D], [tokens][V] in padded rows (backward only)
+  float *grad, *value_grad;            // [tokens][D], [tokens][Dv] in padded rows (backward only)
 
   static Keys allocate(const View& v, int capacity, bool lanes, bool columns, bool backward) {
     Keys keys;
-    keys.key_stage = Stage::allocate(v.D), keys.value_stage = Stage::allocate(v.V);
+    keys.key_stage = Stage::allocate(v.D), keys.value_stage = Stage::allocate(v.Dv);
     const long n = padded(capacity), depth = padded(v.D);
     keys.lanes = lanes ? pool().take(n * v.D) : nullptr;
     keys.columns = columns ? pool().take(n * depth) : nullptr;
@@ -24,7 +24,7 @@ struct Keys {
     keys.half_square = pool().take(n);
     keys.alive = pool().take(n);
     keys.fold = pool().take(n);
-    keys.value_lanes = backward ? pool().take(n * v.V) : nullptr;
+    keys.value_lanes = backward ? pool().take(n * v.Dv) : nullptr;
     keys.grad = backward ? pool().zeros(n * depth) : nullptr;
     keys.value_grad = backward ? pool().zeros(n * v.height) : nullptr;
     return keys;

@@ -84,7 +84,7 @@ class Neighbours {
     const GradientWindow& w = *window_;
     const bool add = w.add || keys.token >= w.keys_met;
     give_rows(add, keys.grad, padded(v.D), keys.count, v.D, v.p.root, keys.token, v.p.key_length, w.k, w.key_first);
-    give_rows(add, keys.value_grad, v.height, keys.count, v.V, 1, keys.token, v.p.key_length, w.v, w.key_first);
+    give_rows(add, keys.value_grad, v.height, keys.count, v.Dv, 1, keys.token, v.p.key_length, w.v, w.key_first);
     std::fill(keys.grad, keys.grad + keys.height * padded(v.D), 0.0f);
     std::fill(keys.value_grad, keys.value_grad + keys.height * v.height, 0.0f);
   }

@@ -31,7 +31,7 @@ inline bool meets_rows_again(const Problem& p) { return p.slices > 1 || (p.near_
 inline GradientWindow whole_window(const View& v, const Backward& saved) {
   const long heads = v.b * v.p.key_heads * v.p.groups + v.query_head(0), sequence = v.sequence();
   return {saved.q + heads * v.p.length * v.D, saved.k + sequence * v.p.key_length * v.D,
-          saved.v + sequence * v.p.key_length * v.V, 0, v.p.length, 0, v.p.key_length, meets_rows_again(v.p)};
+          saved.v + sequence * v.p.key_length * v.Dv, 0, v.p.length, 0, v.p.key_length, meets_rows_again(v.p)};
 }
 
 // Where the portion after this one, which comes before it on the way back, has left gradients of keys already.
@@ -114,7 +114,7 @@ inline void add_windows(const Problem& p, const Windows& windows, const Backward
     const long keys = std::min(from.key_first + from.key_tokens, long(p.key_length)) - begin;
     if (keys <= 0) continue;
     add_share(v, to.k + begin * v.D, from.k + (begin - from.key_first) * v.D, keys * v.D);
-    add_share(v, to.v + begin * v.V, from.v + (begin - from.key_first) * v.V, keys * v.V);
+    add_share(v, to.v + begin * v.Dv, from.v + (begin - from.key_first) * v.Dv, keys * v.Dv);
   }
 }
 

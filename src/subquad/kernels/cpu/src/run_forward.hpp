@@ -43,13 +43,13 @@ inline Output whole_output(const View& v, const Forward& f, bool merge, bool las
   const long heads = v.b * v.p.key_heads * v.p.groups + v.query_head(0);
   const int norms = Output::norms_of(v);
   const long rows = heads * v.p.length;
-  int8_t* low = f.low ? f.low + rows * v.V : nullptr;
-  return {f.out + rows * v.V, f.normaliser + rows * norms, low, 0, v.p.length, norms, merge, last};
+  int8_t* low = f.low ? f.low + rows * v.Dv : nullptr;
+  return {f.out + rows * v.Dv, f.normaliser + rows * norms, low, 0, v.p.length, norms, merge, last};
 }
 
 // Asks for the pages of some tokens' rows.
 inline void touch_rows(const View& v, const Output& output, long begin, long end) {
-  for (int group = 0; group < v.p.groups; ++group) touch_pages(output.out_row(v, group, begin), (end - begin) * v.V);
+  for (int group = 0; group < v.p.groups; ++group) touch_pages(output.out_row(v, group, begin), (end - begin) * v.Dv);
 }
 
 inline void start_field(const View& v, const Pass& pass, Field& field) {
@@ -106,8 +106,8 @@ inline Output part_output(const View& v, const Forward& f, const Parts& parts, b
   if (v.slice == 0) return whole_output(v, f, merge, false);
   const int norms = Output::norms_of(v);
   const long rows = (v.sequence() * (v.p.slices - 1) + v.slice - 1) * v.p.groups * parts.tokens;
-  int8_t* low = f.low ? reinterpret_cast<int8_t*>(parts.low.get()) + rows * v.V : nullptr;
-  return {parts.out.get() + rows * v.V, parts.norm.get() + rows * norms, low, parts.first, parts.tokens, norms, false,
+  int8_t* low = f.low ? reinterpret_cast<int8_t*>(parts.low.get()) + rows * v.Dv : nullptr;
+  return {parts.out.get() + rows * v.Dv, parts.norm.get() + rows * norms, low, parts.first, parts.tokens, norms, false,
           false};
 }
 

@@ -13,10 +13,10 @@ class TokenStep {
     near_ = v.p.near_blocks ? v.p.block : 0;
     x_ = pool().take(v.D);
     y_ = pool().take(v.D);
-    values_ = pool().take(std::max(1, near_) * (v.V + 1L));
+    values_ = pool().take(std::max(1, near_) * (v.Dv + 1L));
     logs_ = pool().take(std::max(1, near_) * long(v.M));
     logits_ = pool().take(v.p.sinks + 2L * near_);
-    sums_ = pool().take(v.V + 1);
+    sums_ = pool().take(v.Dv + 1);
   }
 
   void run() {
@@ -45,14 +45,14 @@ class TokenStep {
       now = to;
     };
     carry(s.before.sink_k, s.after.sink_k, now_.sink_k, v.p.sinks, v.D);
-    carry(s.before.sink_v, s.after.sink_v, now_.sink_v, v.p.sinks, v.V);
+    carry(s.before.sink_v, s.after.sink_v, now_.sink_v, v.p.sinks, v.Dv);
     carry(s.before.block_k, s.after.block_k, now_.block_k, 2L * near_, v.D);
-    carry(s.before.block_v, s.after.block_v, now_.block_v, 2L * near_, v.V);
+    carry(s.before.block_v, s.after.block_v, now_.block_v, 2L * near_, v.Dv);
   }
   void keep() {
     const auto copy = [&](void* k, void* values, long per_head, long slot) {
       std::memcpy(kept(k, per_head, slot, v.D), fresh(v.p.k), v.D * number_size());
-      std::memcpy(kept(values, per_head, slot, v.V), fresh(v.p.v), v.V * number_size());
+      std::memcpy(kept(values, per_head, slot, v.Dv), fresh(v.p.v), v.Dv * number_size());
     };
     if (before_ < v.p.sinks) copy(now_.sink_k, now_.sink_v, v.p.sinks, before_);
     if (near_) copy(now_.block_k, now_.block_v, 2L * near_, near_ + before_ % near_);
@@ -64,14 +64,14 @@ class TokenStep {
   };
   Run sinks() const {
     const long seen = std::min<long>(v.p.sinks, before_ + real_);
-    return {kept(now_.sink_k, v.p.sinks, 0, v.D), kept(now_.sink_v, v.p.sinks, 0, v.V), int(seen)};
+    return {kept(now_.sink_k, v.p.sinks, 0, v.D), kept(now_.sink_v, v.p.sinks, 0, v.Dv), int(seen)};
   }
   Run blocks() const {
     if (!near_) return {nullptr, nullptr, 0};
     const long origin = before_ - before_ % near_ - near_;  // the token that slot 0 would hold
     const long first = std::max({0L, -origin, v.p.sinks - origin}), end = before_ + real_ - origin;
     const long size = 2L * near_, count = std::max(0L, end - first);
-    return {kept(now_.block_k, size, first, v.D), kept(now_.block_v, size, first, v.V), int(count)};
+    return {kept(now_.block_k, size, first, v.D), kept(now_.block_v, size, first, v.Dv), int(count)};
   }
   // One of them as floats; where it lies if it is float32 already.
   const float* as_float(const char* data, int e, int width, float* into) const {
@@ -137,14 +137,14 @@ class TokenStep {
     features(v.key, y_, logs);
     const float scalar = -v.key_norms * dot(y_, y_, v.D) / 2;
     for (int m = 0; m < v.M && v.logarithmic(); ++m) logs[m] += v.bias[m] + scalar;
-    float* row = values_ + i * (v.V + 1L);
-    subquad::read_token(values, 0, v.p.dtype, v.V, 1, row);
-    row[v.V] = 1;
+    float* row = values_ + i * (v.Dv + 1L);
+    subquad::read_token(values, 0, v.p.dtype, v.Dv, 1, row);
+    row[v.Dv] = 1;
   }
 
   // `count` keys, taken before, into the far field: summed up by themselves first, then added once.
   void fold(int count) {
-    const long place = Field::place(v, 0), row = v.V + 1;
+    const long place = Field::place(v, 0), row = v.Dv + 1;
     const float* max = s.before.far_max + (v.logarithmic() ? place : 0);
     float *new_max = s.after.far_max + (v.logarithmic() ? place : 0), *decay = pool().take(v.M);
     for (int m = 0; m < v.M; ++m) {
@@ -172,12 +172,12 @@ class TokenStep {
     }
   }
   void add_multiple(float weight, const float* __restrict__ from, float* __restrict__ to) const {
-    for (int j = 0; j <= v.V; ++j) to[j] += weight * from[j];
+    for (int j = 0; j <= v.Dv; ++j) to[j] += weight * from[j];
   }
   // (high, low) decay + weight more, where high is the sum as a float and low what that leaves out.
   void add_exactly(const float* __restrict__ high, const float* __restrict__ low, float decay, float weight,
                    const float* __restrict__ more, float* __restrict__ new_high, float* __restrict__ new_low) const {
-    for (int j = 0; j <= v.V; ++j) {
+    for (int j = 0; j <= v.Dv; ++j) {
       const float large = high[j] * decay, small = weight * more[j], sum = large + small, part = sum - large;
       const float rest = low[j] * decay + ((large - (sum - part)) + (small - part));
       new_high[j] = sum + rest;
@@ -187,10 +187,10 @@ class TokenStep {
   // The far field where nothing is folded, but other sequences fold.
   void keep_far() {
     if (!s.after.far_sum) return;
-    const long place = Field::place(v, 0), numbers = v.M * (v.V + 1L);
+    const long place = Field::place(v, 0), numbers = v.M * (v.Dv + 1L);
     if (v.logarithmic()) std::copy_n(s.before.far_max + place, v.M, s.after.far_max + place);
-    std::copy_n(s.before.far_sum + place * (v.V + 1), numbers, s.after.far_sum + place * (v.V + 1));
-    std::copy_n(s.before.far_low + place * (v.V + 1), numbers, s.after.far_low + place * (v.V + 1));
+    std::copy_n(s.before.far_sum + place * (v.Dv + 1), numbers, s.after.far_sum + place * (v.Dv + 1));
+    std::copy_n(s.before.far_low + place * (v.Dv + 1), numbers, s.after.far_low + place * (v.Dv + 1));
   }
 
   // near = 0: the new token enters the far field, which then is what it reads.
@@ -211,7 +211,7 @@ class TokenStep {
     for (int i = 0; i < near_; ++i) {
       const long index = before_ + 1 - 2L * near_ + i;
       if (index < 0 || index < v.p.sinks) continue;
-      take_key(count++, kept(now_.block_k, 2L * near_, i, v.D), kept(now_.block_v, 2L * near_, i, v.V));
+      take_key(count++, kept(now_.block_k, 2L * near_, i, v.D), kept(now_.block_v, 2L * near_, i, v.Dv));
     }
     count ? fold(count) : keep_far();
     const auto move = [&](void* base, int width) {
@@ -219,30 +219,30 @@ class TokenStep {
       std::memcpy(kept(base, 2L * near_, 0, width), kept(base, 2L * near_, near_, width), size);
       std::memset(kept(base, 2L * near_, near_, width), 0, size);
     };
-    move(now_.block_k, v.D), move(now_.block_v, v.V);
+    move(now_.block_k, v.D), move(now_.block_v, v.Dv);
   }
 
   // Reading -------------------------------------------------------------------------------------------------------------
 
   void read(int group) {
     const long head = v.query_head(group);
-    float* out = s.out + (v.b * v.p.key_heads * v.p.groups + head) * v.V;
-    if (near_ && !real_) return std::fill(out, out + v.V, 0.0f), void();
+    float* out = s.out + (v.b * v.p.key_heads * v.p.groups + head) * v.Dv;
+    if (near_ && !real_) return std::fill(out, out + v.Dv, 0.0f), void();
     subquad::read_token(v.p.q, v.p.dtype, v.b, head, 0, v.D, v.p.root, x_);
     features(v.query, x_, logs_);
-    std::fill(sums_, sums_ + v.V + 1, 0.0f);
+    std::fill(sums_, sums_ + v.Dv + 1, 0.0f);
     if (v.logarithmic())
       read_logarithmic();
     else
       read_elementwise();
-    const float total = sums_[v.V], divisor = std::fabs(total) < TINY ? INFINITE : total;
-    for (int j = 0; j < v.V; ++j) out[j] = sums_[j] / divisor;
+    const float total = sums_[v.Dv], divisor = std::fabs(total) < TINY ? INFINITE : total;
+    for (int j = 0; j < v.Dv; ++j) out[j] = sums_[j] / divisor;
   }
 
   // Four vectors of sums in registers, then single numbers.
   void add_far() {
     constexpr int WIDE = 4 * LANES;
-    const long row = v.V + 1;
+    const long row = v.Dv + 1;
     const float* far = now_.far_sum + Field::place(v, 0) * row;
     int j = 0;
     for (; j + WIDE <= row; j += WIDE) {
@@ -289,9 +289,9 @@ class TokenStep {
   }
   void add_values(const Run& run, const float* weights) {
     for (int e = 0; e < run.count; ++e) {
-      const float* value = as_float(run.v, e, v.V, values_);
-      for (int j = 0; j < v.V; ++j) sums_[j] += weights[e] * value[j];
-      sums_[v.V] += weights[e];
+      const float* value = as_float(run.v, e, v.Dv, values_);
+      for (int j = 0; j < v.Dv; ++j) sums_[j] += weights[e] * value[j];
+      sums_[v.Dv] += weights[e];
     }
   }
 

@@ -17,10 +17,10 @@ struct View {
   const Problem& p;
   long b, h;   // sequence, key head
   int slice;   // of p.slices
-  int D, V;    // numbers per key and per value
+  int D, Dv;   // numbers per key and per value
   int first;   // feature
   int M;       // features of this slice
-  long height; // V rounded up to panels
+  long height; // Dv rounded up to panels
   const float *query, *key, *bias, *offset_weight;
   const float *query_panels = nullptr, *key_panels = nullptr;  // the maps as products want them; see `with_maps`
   float offset_bias, query_norms, key_norms;
@@ -29,7 +29,7 @@ struct View {
     slice = int(task % p.slices);
     h = task / p.slices % p.key_heads;
     b = task / p.slices / p.key_heads;
-    D = p.head_dim, V = p.value_dim, height = padded(V);
+    D = p.head_dim, Dv = p.value_dim, height = padded(Dv);
     const long unit = p.rule == GROUPS ? p.num_features / p.rule_groups : 1, units = p.num_features / unit;
     first = int(units * slice / p.slices * unit);
     M = int(units * (slice + 1) / p.slices * unit) - first;
@@ -57,23 +57,24 @@ struct View {
   long sequences() const { return long(p.batch) * p.key_heads; }
   long sequence() const { return b * p.key_heads + h; }
 
-  // A block that is read soon: its keys and values, or rows of all query heads that share them. None if it is not there.
+  // Queue what is read soon for prefetching: keys and values of a block, or rows of all query heads that share them.
+  // A block that does not exist queues nothing.
   static constexpr long NO_BLOCK = -2;
-  void expect_keys(long block) const {
-    expect(p.k, h, block, p.key_length, D);
-    expect(p.v, h, block, p.key_length, V);
+  void prefetch_keys(long block) const {
+    prefetch(p.k, h, block, p.key_length, D);
+    prefetch(p.v, h, block, p.key_length, Dv);
   }
-  void expect_rows(const Array& a, long block, int width) const {
-    for (int group = 0; group < p.groups; ++group) expect(a, query_head(group), block, p.length, width);
+  void prefetch_rows(const Array& a, long block, int width) const {
+    for (int group = 0; group < p.groups; ++group) prefetch(a, query_head(group), block, p.length, width);
   }
 
  private:
-  void expect(const Array& a, long head, long block, long length, int width) const {
+  void prefetch(const Array& a, long head, long block, long length, int width) const {
     const long size = p.dtype == FLOAT32 ? 4 : 2;
     const long first = std::max(0L, block * p.block), end = std::min(length, (block + 1) * p.block);
     if (first >= end) return;
     const char* data = static_cast<const char*>(a.data) + (b * a.batch + head * a.head + first * a.token) * size;
-    ahead().expect(data, a.token * size, end - first, width * size);
+    prefetcher().add(data, a.token * size, end - first, width * size);
   }
 };
 

@@ -1,17 +1,18 @@
-// Tokens that are read soon, asked for while products run.
+// Prefetches the tokens of the next block while products run.
 #pragma once
 #include <cstdint>
 
 namespace subquad {
 
-// A few tokens at a time: asked for all at once, they would wait for each other, and the products for them.
-class Ahead {
+// A queue of tokens, prefetched a few at a time: all at once, requests would queue up in front of the products.
+class Prefetcher {
  public:
-  void forget() { begin_ = end_ = 0; }
-  // `count` tokens of `bytes` each, `stride` bytes apart.
-  void expect(const char* first, long stride, long count, long bytes) {
+  void clear() { begin_ = end_ = 0; }
+  // Adds `count` tokens of `bytes` each, `stride` bytes apart.
+  void add(const char* first, long stride, long count, long bytes) {
     if (count > 0 && end_ < CAPACITY) runs_[end_++] = {first, stride, count, bytes};
   }
+  // Prefetches the next few cache lines of the queue.
   void some() {
     for (long lines = 0; lines < LINES && begin_ < end_;) {
       Run& run = runs_[begin_];
@@ -22,7 +23,7 @@ class Ahead {
   }
 
  private:
-  static constexpr int CAPACITY = 64;  // more than that, of many heads that share their keys, is not worth asking for
+  static constexpr int CAPACITY = 64;  // runs; more, of many heads that share their keys, are not worth a prefetch
   static constexpr long LINE = 64, LINES = 16;  // bytes of a cache line; lines at a time
   struct Run {
     const char* at;
@@ -32,8 +33,8 @@ class Ahead {
   int begin_, end_;
 };
 
-inline Ahead& ahead() {
-  static thread_local Ahead instance;  // all zero: nothing expected. What a call leaves, the next may ask for in vain
+inline Prefetcher& prefetcher() {
+  static thread_local Prefetcher instance;  // all zero: empty. What a call leaves, the next may prefetch in vain
   return instance;
 }
 
