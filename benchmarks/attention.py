@@ -200,7 +200,7 @@ def measure(
 
 
 def plain(options: argparse.Namespace) -> dict:
-    """For JSON; where the file goes is nobody's business."""
+    """For JSON, without the path of the file itself."""
     return {key: value for key, value in vars(options).items() if key != "output"}
 
 

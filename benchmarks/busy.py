@@ -3,7 +3,7 @@
     python benchmarks/busy.py --loops 6 --output busy.json
 
 Each sample is a process of its own, because torch reads the policy once: "torch's own" leaves it alone, "command" is
-what the `subquad` command chooses, "one thread" cannot wait for anybody. Policies take turns.
+what the `subquad` command chooses, "one thread" cannot wait for others. Policies take turns.
 """
 
 import argparse

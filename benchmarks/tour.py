@@ -85,7 +85,7 @@ def random_inputs(size: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def structured_inputs() -> tuple[Tensor, Tensor, Tensor]:
-    """Keys that drift, so that neighbours resemble each other, and four first tokens that everybody looks at."""
+    """Keys that drift, so that neighbours resemble each other, and four first tokens that all queries look at."""
     drift = torch.randn(1, HEADS, 1024, HEAD_DIM).cumsum(2)
     drift = HEAD_DIM**0.5 * drift / drift.norm(dim=-1, keepdim=True)
     common = torch.randn(1, HEADS, 1, HEAD_DIM)

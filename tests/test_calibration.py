@@ -264,7 +264,7 @@ def test_training_on_no_numbers_is_refused() -> None:
     with pytest.raises(CalibrationError) as raised:
         subquad.calibrate(attention, [(q, k, v)], estimator="hedgehog", steps=2)
     assert str(raised.value) == (
-        "calibrate: training ended in features that are no numbers, and nothing was changed; are all queries, keys and "
+        "calibrate: training ended in non-finite features, and nothing was changed; are all queries, keys and "
         "values of the model finite?"
     )
     assert attention.features is before

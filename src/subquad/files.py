@@ -1,7 +1,7 @@
 """Files and folders that appear whole or not at all, whatever happens to the process that writes them.
 
 Everything is written under another name beside its place, brought to disk, and given its name in one step. The process
-that writes holds a lock on it; what nobody holds was left over by a process that has ended, and is swept.
+that writes holds a lock on it; what is not locked was left over by a process that has ended, and is swept.
 """
 
 import errno

@@ -159,15 +159,15 @@ BUCKETS = (
     Mutant(
         "cluster: an empty cluster is pulled to nowhere",
         CLUSTER,
-        "torch.where(somebody, moved, self.centroids)",
+        "torch.where(has_vectors, moved, self.centroids)",
         "self.decay * self.centroids + (1 - self.decay) * mean",
         buckets("empty_clusters"),
     ),
     Mutant(
         "cluster: update replaces the buffer",
         CLUSTER,
-        "self.centroids.copy_(torch.where(somebody, moved, self.centroids))",
-        "self.centroids = torch.where(somebody, moved, self.centroids)",
+        "self.centroids.copy_(torch.where(has_vectors, moved, self.centroids))",
+        "self.centroids = torch.where(has_vectors, moved, self.centroids)",
         buckets("only_update"),
     ),
     Mutant(

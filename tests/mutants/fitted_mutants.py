@@ -152,7 +152,7 @@ FITTED = (
     Mutant(
         "gradients left behind",
         TRAINING,
-        "    optimizer.zero_grad(set_to_none=True)  # whoever trains on must not begin with ours\n",
+        "    optimizer.zero_grad(set_to_none=True)  # later training must not start from these gradients\n",
         "",
         calibration("without_output"),
     ),

@@ -96,9 +96,9 @@ RECORDING = (
         recording("modes_alone"),
     ),
     Mutant(
-        "causality told by call is ignored",
+        "causality given by call is ignored",
         HUGGING_FACE,
-        "bool(module.is_causal if told is None else told)",
+        "bool(module.is_causal if given is None else given)",
         "bool(module.is_causal)",
         "tests/test_conversion.py -k causal_by_call",
     ),

@@ -74,8 +74,8 @@ def calibrate(
         rows: queries per batch whose exact attention weighs the statistics.
         transform: calibrated only: also balance queries and keys, which leaves q.k as it is, costs a small product per
             token and is worth it on all models that were measured; None: yes, unless the kernel is Gaussian.
-        progress: True shows a bar if stderr is a terminal and rich is installed; a function is told what is done, how
-            much of it, and of how much.
+        progress: True shows a bar if stderr is a terminal and rich is installed; a function is called with what is
+            done, how much of it, and of how much.
 
     Example:
         >>> from subquad import FavorAttention

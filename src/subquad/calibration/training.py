@@ -60,7 +60,7 @@ def train_features(
         schedule.step()
         if progress is not None:
             progress(1)
-    optimizer.zero_grad(set_to_none=True)  # whoever trains on must not begin with ours
+    optimizer.zero_grad(set_to_none=True)  # later training must not start from these gradients
     checks.finite(parameters)
 
 

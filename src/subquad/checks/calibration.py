@@ -64,7 +64,7 @@ def some_far_rows(weight: Tensor, rows: int) -> None:
 def finite(parameters: Sequence[Tensor]) -> None:
     if not all(bool(parameter.isfinite().all()) for parameter in parameters):
         raise CalibrationError(
-            "calibrate: training ended in features that are no numbers, and nothing was changed; are all queries, keys "
+            "calibrate: training ended in non-finite features, and nothing was changed; are all queries, keys "
             "and values of the model finite?"
         )
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Loaded(NamedTuple):
-    """A model, ready to be asked, and what it takes to speak to it."""
+    """A model, ready to run, and what turns files into its inputs."""
 
     model: Any
     tokenizer: Any
@@ -208,7 +208,7 @@ def quiet() -> None:
 
 @contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Any]:
-    """Yields a function to be told of progress; shows a bar on stderr."""
+    """Yields a function to report progress to; shows a bar on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 

@@ -56,7 +56,7 @@ def doctor() -> int:
 
 
 def _engines() -> Any:
-    """What each engine can do, in the order in which backend="auto" asks them."""
+    """What each engine can do, in the order in which backend="auto" tries them."""
     from rich import box
     from rich.table import Table
 

@@ -99,7 +99,7 @@ class CorpusWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with suppress(OSError):  # what could not be written is told by `finish`
+        with suppress(OSError):  # `finish` raises what could not be written
             self.file.close()  # a corpus made from it keeps its map
 
     def _begin(self) -> None:

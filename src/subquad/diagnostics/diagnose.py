@@ -73,8 +73,8 @@ def diagnose(
             "positive" unless given; "hyperbolic" and "trigonometric" are the other estimators. Not for models whose
             layers are all FAVOR.
         seed: of the rows, of the features of exact layers, and of the calibrated draws.
-        progress: True shows a bar if stderr is a terminal and rich is installed; a function is told what is done, how
-            much of it, and of how much.
+        progress: True shows a bar if stderr is a terminal and rich is installed; a function is called with what is
+            done, how much of it, and of how much.
 
     Example:
         >>> from subquad import FavorAttention

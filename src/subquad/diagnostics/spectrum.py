@@ -70,7 +70,7 @@ def spectrum(
         length: real tokens to take of each sequence, the first ones. None takes all; they must be equally many.
         shuffle: puts the weights of each row in random places first. What is low-rank still is so because rows are
             flat, not because they are alike: the control for a claim about structure.
-        progress: told of each sequence done.
+        progress: called after each sequence.
 
     Example:
         >>> from subquad.models import SubquadConfig, SubquadModel

@@ -1,4 +1,4 @@
-"""FAVOR layers that tell a model no more than the mean of all values would."""
+"""FAVOR layers that give a model no more than the mean of all values would."""
 
 from typing import NamedTuple, cast
 
@@ -11,7 +11,7 @@ from subquad.recording.record import Recording
 from subquad.recording.stream import Batch, is_favor
 
 USELESS = 0.9  # of the error of the mean of all values
-LARGE = 0.3  # errors below that harm nobody, as in a model that has not learned to look at anything yet
+LARGE = 0.3  # smaller errors do no harm, as in a model that has not learned to look at anything yet
 
 
 class Useless(NamedTuple):

@@ -32,7 +32,7 @@ def helps(error: float, present: float, baselines: Sequence[float], tolerance: f
 def settled(mechanism: FavorAttention) -> bool:
     """Whether its features have been calibrated or learned, so that calibrating them is no advice.
 
-    "optimal" and "sharp" are never settled: "calibrated" is better. Features that nobody has fitted yet are as their
+    "optimal" and "sharp" are never settled: "calibrated" is better. Features that are not fitted yet are as their
     constructor made them.
     """
     if mechanism.estimator in (*PLAIN, "optimal", "sharp"):

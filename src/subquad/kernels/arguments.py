@@ -1,4 +1,4 @@
-"""What the torch operators take. Anyone can call `torch.ops.subquad.*`, so both engines stand behind these checks.
+"""What the torch operators take. Anyone can call `torch.ops.subquad.*`, so these checks come before both engines.
 
 Every tensor is declared by its kind and the letters of its sizes (those of `blocks.py`, of sparse operators those of
 `sparse/torch.py`); a letter stands for one size in all of them, `B|1` for either. Kinds: "input" has the dtype of q,

@@ -2,7 +2,7 @@
 
 The gradient of a query is made of differences g.S_r - (g.o) z_r, where S_r and z_r are feature r's sums of values and
 of ones. Where values have a mean, both terms are larger than their difference by far: by the square root of the number
-of tokens, if tokens know nothing of each other. So would be the rounding errors of both sums, and of o. With
+of tokens, if tokens are independent. So would be the rounding errors of both sums, and of o. With
 S'_r = S_r - c z_r the difference is g.S'_r - g.(o - c) z_r, and its terms are small where c is that mean. In long
 sequences o is kept with eight more bits.
 
@@ -88,7 +88,7 @@ def normalised_rows(far: Tensor, near: Tensor | None, total: Tensor, centre: Ten
     sums, near_share = far[..., :-1], torch.zeros_like(far_share)
     if near is not None:
         sums, near_share = sums + near[..., :-1], near[..., -1:] / total
-    # where the far field matters, a row is the centre and little more; else the centre, maybe large, is none of it
+    # where the far field matters, a row is the centre and a small difference; else the centre, maybe large, is left out
     mostly_far = far_share >= 0.5
     origin = mostly_far * centre[:, :, None, :, :-1]
     more = torch.addcmul(sums / total, torch.where(mostly_far, -near_share, far_share), centre[:, :, None, :, :-1])

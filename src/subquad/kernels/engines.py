@@ -1,4 +1,4 @@
-"""Who does the work: the table of engines, what each of them can do, and why one cannot do a call.
+"""The table of engines: what each of them can do, and why one cannot do a call.
 
 An engine is one file per operation (`favor/`, `linear/`) with `border_count`, `forward` and `backward`, and one line
 here. It may have a `step`, one token of decoding; without it, steps are made of torch operations.
@@ -54,7 +54,7 @@ class Engine:
         return "it has no signed (trigonometric) features" if signed and not self.signed else None
 
 
-# In the order in which "auto" asks them.
+# In the order in which "auto" tries them.
 ENGINES: dict[str, Engine] = {
     engine.name: engine
     for engine in (

@@ -128,7 +128,7 @@ class Problem:
         y = to_blocks(self._cast(self.k, first, block * blocks) * self.root, block)
         v = to_blocks(with_ones(self._cast(self.v, first, block * blocks)), block)
         alive = self.mask(self.alive, first, block, blocks)
-        if alive is not None:  # whatever stands in a dead key, NaN included, must not be multiplied by its weight 0
+        if alive is not None:  # whatever a dead key holds, NaN included, must not be multiplied by its weight 0
             y = y.masked_fill_(~alive[..., None], 0)
             v = v.masked_fill_(~alive[..., None], 0)
         return KeyTile(first, y, v, alive)

@@ -1,6 +1,6 @@
 """Decoding within buckets: the last two blocks of every bucket are all that a later token can see.
 
-A bucket's blocks are a ring: key number r of the bucket stands in place r modulo twice the bucket size. The rings are
+A bucket's blocks are a ring: key number r of the bucket is in place r modulo twice the bucket size. The rings are
 large and states are values, so new tokens wait in a short tail, which is written into the rings when it is full: the
 rings are copied once in many tokens, and shared between states otherwise.
 """

@@ -1,4 +1,4 @@
-"""How many keys of a bucket stand before a token: what numbers keys, and cuts buckets into blocks."""
+"""How many keys of a bucket come before a token: what numbers keys, and cuts buckets into blocks."""
 
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ class Census(NamedTuple):
         return numbers.gather(-1, self._by_key_head(bucket)).view(bucket.shape)
 
     def before(self, bucket: Tensor) -> Tensor:
-        """How many real keys of its bucket stand before a token."""
+        """How many real keys of its bucket come before a token."""
         length = self.line.shape[-1]
         address = self._by_key_head(bucket * length + torch.arange(length, device=bucket.device))
         return torch.searchsorted(self.line, address).view(bucket.shape) - self.of_bucket(self.starts, bucket)
@@ -43,7 +43,7 @@ class Census(NamedTuple):
         """The block that a token belongs to, int32 `[R, B, heads, T]`, -1 for masked tokens.
 
         Blocks of a bucket are neighbours; between buckets two numbers are left out, because the own block of a query
-        may be one past the last, and the neighbour of that must be nobody's.
+        may be one past the last, and the neighbour of that must be no block of another bucket.
         """
         blocks = (self.counts + bucket_size - 1) // bucket_size + 2
         first = blocks.cumsum(-1) - blocks

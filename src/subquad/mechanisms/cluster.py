@@ -214,7 +214,7 @@ class ClusterAttention(BucketMechanism):
     def update(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None) -> None:
         """Moves the centroids, in place, towards the mean directions of the queries and keys that are theirs.
 
-        Every vector counts by its direction only. A cluster that nobody fell into stays where it is. Under
+        Every vector counts by its direction only. A cluster without vectors stays where it is. Under
         torch.distributed sums are taken over all ranks, so that centroids stay equal on them: all must call this.
         """
         checks.qk(self.name, q, k)
@@ -228,8 +228,8 @@ class ClusterAttention(BucketMechanism):
             dist.all_reduce(total)
         mean = F.normalize(total, dim=-1, eps=torch.finfo(total.dtype).tiny)
         moved = F.normalize(self.decay * self.centroids + (1 - self.decay) * mean, dim=-1)
-        somebody = (total != 0).any(-1, keepdim=True)
-        self.centroids.copy_(torch.where(somebody, moved, self.centroids))
+        has_vectors = (total != 0).any(-1, keepdim=True)
+        self.centroids.copy_(torch.where(has_vectors, moved, self.centroids))
 
     def _sum_of_directions(self, x: Tensor) -> Tensor:
         """`[heads of the centroids, clusters, D]`, float32."""

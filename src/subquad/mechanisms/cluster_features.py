@@ -54,7 +54,7 @@ class _Packing:
         return row, self._number(address) - self.starts.gather(-1, cluster)
 
     def keys(self, x: Tensor) -> Tensor:
-        """x `[B, K, S, D] -> [rows, 1, width, D]`, zeros where nobody stands."""
+        """x `[B, K, S, D] -> [rows, 1, width, D]`, zeros in empty slots."""
         place = (self.k_row * self.width + self.k_slot)[self.real]
         return (
             x.new_zeros(self.rows * self.width, x.shape[3])
@@ -63,7 +63,7 @@ class _Packing:
         )
 
     def alive(self) -> Tensor:
-        """`[rows, width]`: where a real key stands."""
+        """`[rows, width]`: slots that hold a real key."""
         alive = self.line.new_zeros(self.rows, self.width, dtype=torch.bool)
         alive[self.k_row[self.real], self.k_slot[self.real]] = True
         return alive

@@ -158,8 +158,8 @@ class FavorAttention(RandomFeatures, Mechanism):
             "optimal" (FAVOR++), "sharp" (FAVOR#), "calibrated" (the best of them). Learned: "hedgehog", "exponential".
         coupling: of drawn rows: "orthogonal", "iid", "simplex" or "hadamard" (head_dim 32, 64, ...).
         kernel: "softmax" or "gaussian".
-        num_heads: heads of k, for features of their own in each (query heads that share a key head share them);
-            heads of q, for features of their own in each of those, where keys are repeated; None: one map for all.
+        num_heads: None: one map for all heads. Heads of k: a map for each key head, which its query heads share. Heads
+            of q: a map for each query head, and keys are repeated for it.
         transform: with "calibrated", calibration may also stretch queries and shrink keys, which leaves q.k as it is.
         seed: of the draw. Only `redraw` changes it.
 

@@ -1,6 +1,6 @@
 """Moving tokens to slots: real tokens side by side, whatever the padding between them.
 
-`slots` is int64 `[B or 1, T]`; the slot just past the end stands for "nowhere".
+`slots` is int64 `[B or 1, T]`; the slot just past the end means "in no slot".
 """
 
 import torch
@@ -25,7 +25,7 @@ def pack(x: Tensor, slots: Tensor, length: int) -> Tensor:
 
 
 def unpack(x: Tensor, slots: Tensor) -> Tensor:
-    """Token by token what stands in its slot, zeros for tokens that are nowhere. `[B, H, N, D] -> [B, H, T, D]`."""
+    """Token by token what its slot holds, zeros for tokens in no slot. `[B, H, N, D] -> [B, H, T, D]`."""
     somewhere = (slots < x.shape[2])[:, None, :, None]
     index = slots.clamp(max=x.shape[2] - 1)[:, None, :, None]
     return x.gather(2, index.expand(*x.shape[:2], -1, x.shape[3])).masked_fill(~somewhere, 0)

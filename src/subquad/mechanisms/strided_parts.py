@@ -128,7 +128,7 @@ def _summaries(options: StridedOptions, tokens: Tokens, causal: bool) -> Part:
     position = torch.arange(k.shape[2], device=k.device)[None]
     block = position // options.stride
     of_keys = block
-    if counts is not None and not causal:  # later keys are nobody's business when causal
+    if counts is not None and not causal:  # when causal, the mask hides them already
         of_keys = torch.where(position < counts[:, None], block, ABSENT_KEY)
     k, v, of_keys = (summaries(options, x) for x in (k, v, of_keys[:, None, :, None]))
     return to_summaries(options, q, k, v, block, of_keys.flatten(1), causal)

@@ -1,4 +1,4 @@
-"""Decoding with strided attention. Sequences of one batch may stand at different positions.
+"""Decoding with strided attention. Sequences of one batch may be at different positions.
 
 New tokens are lined up so that blocks begin at multiples of the stride again; then they attend as in a forward pass,
 but to kept keys too. A single token gathers the keys it sees.
@@ -165,7 +165,7 @@ class _FixedLine:
             return state._replace(length=length, block_k=self.k[:, :, :stride], block_v=self.v[:, :, :stride])
         kept = finished * stride + torch.arange(stride, device=length.device)
         kept = slots_of(kept, kept < (length - stride * self.first[:, 0])[:, None], self.size)
-        # a summary stands among the past ones, or behind them if its block is in the line
+        # a summary is one of the past ones, or comes after them if its block is in the line
         place = torch.arange(int(blocks.max()) * summary, device=length.device)
         past = state.summary_k.shape[2]
         slots = torch.where(place < self.first * summary, place, past + place - self.first * summary)

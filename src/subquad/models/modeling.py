@@ -125,7 +125,7 @@ class SubquadModel(SubquadPreTrainedModel):
     def _positions(
         self, x: Tensor, key_mask: Tensor | None, given: Tensor | None, cache: SubquadCache | None
     ) -> Tensor:
-        """`[B or 1, T]`: positions among the real tokens, so that padding moves nobody."""
+        """`[B or 1, T]`: positions among the real tokens, so that padding moves no token."""
         if cache is not None:
             counted = cache.advance(x.shape[0], x.shape[1], key_mask, x.device)
             return counted if given is None else given

@@ -14,7 +14,7 @@ from subquad.models.modeling import SubquadModel
 BATCH_TOKENS = 16_384
 PIECE = 4096  # tokens whose logits are held at once
 PASSES = 8
-Progress = Callable[[int], None]  # is told how many tokens have been done
+Progress = Callable[[int], None]  # called with the number of tokens done
 
 
 def _ignore(tokens: int) -> None:

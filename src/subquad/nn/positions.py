@@ -1,4 +1,4 @@
-"""Where a token stands: rotation of queries and keys, or a vector added to the embedding."""
+"""The position of a token: rotation of queries and keys, or a vector added to the embedding."""
 
 from typing import NamedTuple
 

@@ -17,7 +17,7 @@ WINDOW = 64  # tokens per block of the near baseline, for layers without near bl
 
 
 def uniform_average(call: Call) -> Tensor:
-    """What attention gives that knows nothing, `[B, H, T, Dv]`."""
+    """The mean of all visible values, `[B, H, T, Dv]`."""
     keep = call.v.new_ones(call.v.shape[0], call.v.shape[2]) if call.key_mask is None else call.key_mask.to(call.v)
     v, keep = call.v * keep[:, None, :, None], keep[:, None, :, None]
     count, total = (x.cumsum(2) if call.causal else x.sum(2, keepdim=True) for x in (keep, v))
@@ -34,7 +34,7 @@ def near_attention(mechanism: FavorAttention, call: Call) -> Tensor:
     rows = torch.arange(call.q.shape[2], device=call.q.device)
     near = seen_pairs(call, rows) & ~far_pairs(mechanism, call, rows)
     k, v = (repeat_heads(x, call.q.shape[1]) for x in (call.k, call.v))
-    empty = ~near.any(-1, keepdim=True)  # rows of padding; a softmax of nothing is no number
+    empty = ~near.any(-1, keepdim=True)  # rows of padding; a softmax of nothing is NaN
     return F.scaled_dot_product_attention(call.q, k, v, attn_mask=near | empty, scale=call.scale)
 
 

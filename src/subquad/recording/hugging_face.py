@@ -14,7 +14,7 @@ IMPLEMENTATION = "subquad_recording"  # our name among the attention functions o
 
 
 class _Recorder(NamedTuple):
-    """Who is told of calls. layers: of the model so far, in the order of their first calls."""
+    """What receives the calls. layers: of the model so far, in the order of their first calls."""
 
     names: dict[nn.Module, str]
     layers: dict[nn.Module, Layer]
@@ -72,9 +72,9 @@ def _attend(
 
 
 def is_causal(module: Any, options: Mapping[str, Any]) -> bool:
-    """What transformers told the attention function, or else what the module says of itself."""
-    told = options.get("is_causal")
-    return bool(module.is_causal if told is None else told)
+    """What transformers passed to the attention function, or else the attribute of the module."""
+    given = options.get("is_causal")
+    return bool(module.is_causal if given is None else given)
 
 
 def given_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor | None:

@@ -23,7 +23,7 @@ def own_layers(model: nn.Module, kinds: type | tuple[type, ...]) -> list[Layer]:
 def observed_layers(
     layers: Sequence[Layer], wanted: Callable[[Layer], bool], observe: Observe, *, exact: bool
 ) -> Iterator[None]:
-    """While it lasts, `observe` is told of every call of the wanted layers.
+    """While it lasts, `observe` is called with every call of the wanted layers.
 
     exact: all `layers` answer with exact attention, and what they would have answered is never computed.
     """
@@ -37,7 +37,7 @@ def observed_layers(
 
 
 def _ignore(layer: Layer, call: Call) -> None:
-    """Nobody asked for this layer."""
+    """For layers that are not recorded."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How far long work has come, for whoever wants to know."""
+"""Progress of long work: a bar, a function of the caller, or nothing."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -9,12 +9,12 @@ Tell = Callable[[str, int, int], None]  # what is done, how much of it, of how m
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """Nobody wants to know."""
+    """No progress is shown."""
 
 
 @contextmanager
 def telling(progress: bool | Tell) -> Iterator[Tell]:
-    """A function to be told of progress: the caller's own, a bar on a terminal, or one that does nothing."""
+    """A function to report progress to: the caller's own, a bar on a terminal, or one that does nothing."""
     if callable(progress):
         yield progress
     elif progress and sys.stderr.isatty() and find_spec("rich") is not None:

@@ -36,7 +36,7 @@ class Recording:
         exact: layers answer with exact attention, without computing their own output; it is kept with the call.
         wanted: layers to record; others only run.
         memory: bytes of calls to keep at once; one layer is always kept as a whole.
-        tell: told of every batch of every run.
+        tell: called after every batch of every run.
     """
 
     def __init__(

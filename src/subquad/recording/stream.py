@@ -1,4 +1,4 @@
-"""Runs a model, ours or one of Hugging Face, and tells of every call of its attention as it happens."""
+"""Runs a model, ours or one of Hugging Face, and reports every call of its attention as it happens."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ def stream(
     wanted: Wanted = every,
     tell: Tell = silent,
 ) -> list[Layer]:
-    """Runs the model once; `observe` is told of every call of the wanted layers. Gives all layers, in order.
+    """Runs the model once; `observe` is called with every call of the wanted layers. Gives all layers, in order.
 
     Layers are the mechanisms of these `kinds`; of a model without any, every attention of Hugging Face that is called.
 

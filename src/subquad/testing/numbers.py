@@ -23,7 +23,7 @@ def outputs_are_convex_combinations(mechanism: Mechanism) -> None:
 
 def extreme_logits_are_right(mechanism: Mechanism) -> None:
     """Logits up to 1e4 in size: float64 to 1e-8; float32 to twice what the definition in float32 loses, or twice
-    what rounding q and k does to the exact result at worst (a logit of 1e4 rounds by 5e-4, whoever computes it)."""
+    what rounding q and k does to the exact result at worst (a logit of 1e4 rounds by 5e-4, however it is computed)."""
     if not mechanism.convex:
         return
     for name, inputs in _extreme_inputs(mechanism).items():

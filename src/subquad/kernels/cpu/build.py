@@ -24,7 +24,7 @@ MACHINES = {"generic": (), "x86_64_v3": ("-march=x86-64-v3",), "x86_64_v4": ("-m
 
 class Built(NamedTuple):
     libraries: list[Path]
-    failures: list[str]  # what the compiler had to say
+    failures: list[str]  # messages of the compiler
 
 
 def machines() -> list[str]:

@@ -112,7 +112,7 @@ class Sweep:
         values = keys.v[:, :, :blocks] - state.centre[:, :, None]
         states, last = scan(weights.mT @ values, decay, state.total, self.reverse)
         final = FarField(after[:, :, 0 if self.reverse else -1], *last, state.centre)
-        if self.own_by_features:  # the own block stands at the later maxima, so the state must too
+        if self.own_by_features:  # the own block is relative to the later maxima, so the state must be too
             return Folded(keys, weights, after, states.mul_(decay[..., None]), decay, final)
         return Folded(keys, weights, before, states, decay, final)
 

@@ -48,12 +48,12 @@ class Problem:
         self.real = q_code[0].flatten() >= 0
         self.q_labels, self.k_labels = (code.flatten(1).T.contiguous() for code in (q_code, k_code))  # [rows, R]
         apart = int(max(q_code.max(), k_code.max())) + 3  # codes of different sequences and heads
-        self.q_code = self._told_apart(q_code, apart, self.groups)
-        self.k_code = self._told_apart(k_code, apart, 1)
+        self.q_code = self._distinct(q_code, apart, self.groups)
+        self.k_code = self._distinct(k_code, apart, 1)
         self.rounds = len(q_code) if bool(self.real.any()) else 0
 
     @staticmethod
-    def _told_apart(code: Tensor, apart: int, groups: int) -> Tensor:
+    def _distinct(code: Tensor, apart: int, groups: int) -> Tensor:
         """`[R, rows]`: codes that no two sequences or key heads share."""
         batch, heads = code.shape[1:3]
         owner = torch.arange(batch * heads, device=code.device).view(batch, heads, 1) // groups
@@ -79,7 +79,7 @@ class Problem:
         return x.view(self.shape[0], -1, self.groups, self.shape[2], *x.shape[1:])
 
     def by_key_head(self, x: Tensor) -> Tensor:
-        """Rows of key heads, to stand beside `by_group`."""
+        """Rows of key heads, to broadcast against `by_group`."""
         return x.view(self.shape[0], -1, 1, self.shape[2], *x.shape[1:])
 
     def own_logits(self) -> Tensor:

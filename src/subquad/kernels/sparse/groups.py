@@ -53,7 +53,7 @@ def group(codes: Tensor, size: int) -> Groups:
 def meetings(tiles: Groups, blocks: Groups, before: int, after: int) -> tuple[Groups, Tensor]:
     """The tiles, sorted by how many blocks they meet, and these `[N, W]`; rows end with padding, which is block J.
 
-    A tile meets the blocks whose codes differ from its own by at most `before` and `after`: they stand side by side.
+    A tile meets the blocks whose codes differ from its own by at most `before` and `after`, which are adjacent.
     """
     padding = len(blocks.codes)
     first = torch.searchsorted(blocks.codes, tiles.codes - before)

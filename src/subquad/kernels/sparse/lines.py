@@ -13,7 +13,7 @@ from torch import Tensor
 from subquad.kernels.sparse.operator import sparse_attention
 from subquad.kernels.sparse.torch import ABSENT_KEY, Pairs, Rule
 
-LARGEST, SMALLEST = 64, 16  # tokens of a tile: larger ones meet more keys in vain, smaller ones make small products
+LARGEST, SMALLEST = 64, 16  # tokens of a tile: larger ones compute more hidden pairs, smaller ones make small products
 PADDING = -1  # the number of a block that does not exist
 
 
@@ -39,7 +39,7 @@ def padded(x: Tensor, multiple: int) -> Tensor:
 
 
 def causal_band(lines: Lines, low: int, high: int, scale: float) -> Part:
-    """Query m sees keys m - high .. m - low of its line, low >= 0. Absent tokens may stand at the end of a line."""
+    """Query m sees keys m - high .. m - low of its line, low >= 0. A line may end with absent tokens."""
     length = lines.q.shape[2]
     tile = _tile_for(length, high)
     tiles = -(-length // tile)
@@ -115,7 +115,7 @@ def _attend(
 
 
 def _tiles(x: Tensor, tile: int) -> Tensor:
-    """`[X, G, M, D] -> [N * X, G * C, D]`: the query heads of one key head share a tile; like tiles stand together."""
+    """`[X, G, M, D] -> [N * X, G * C, D]`: query heads of one key head share a tile; tile by tile, not line by line."""
     count, groups, _, dim = x.shape
     x = padded(x, tile).reshape(count, groups, -1, tile, dim)
     return x.permute(2, 0, 1, 3, 4).reshape(-1, groups * tile, dim)

@@ -223,7 +223,7 @@ class BackwardTask {
 
   void own_tokens(long begin, int count, const Field& before, const Fold& fold) {
     const Field* state = &before;
-    if (fold.decays) {  // the own keys stand at the later maxima, so the field must too
+    if (fold.decays) {  // the own keys are relative to the later maxima, so the field must be too
       read_.copy_from(v, before);
       read_.scale(v, fold.decay);
       std::copy(fold.max, fold.max + v.M, read_.max);

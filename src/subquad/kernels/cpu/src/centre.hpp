@@ -48,7 +48,7 @@ struct CentredRow {
   float near_share;  // 1 less that, without the rounding of a difference
 
   // The outputs, and in place of the sums what rounding left out of them. Where the far field matters, a row is the centre
-  // and little more; else the centre, which may be large, is none of it.
+  // and a small difference; else the centre, which may be large, is left out.
   void finish(const float* __restrict__ centre, int count, float factor, float* __restrict__ sums,
               float* __restrict__ out) const {
     const bool mostly_far = far_share >= 0.5f;

@@ -233,7 +233,7 @@ class ForwardTask {
     Keys& block = near_.tokens(begin, count);
     std::copy(field_.max, field_.max + v.M, before_.max);
     make_fold(v, block, 0, count, field_.max, false, fold_);
-    if (fold_.decays) {  // the own keys stand at the later maxima, so the field must too
+    if (fold_.decays) {  // the own keys are relative to the later maxima, so the field must be too
       before_.copy_sums_from(v, field_);
       field_.scale(v, fold_.decay);
     }

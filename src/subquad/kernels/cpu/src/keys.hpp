@@ -30,7 +30,7 @@ struct Keys {
     return keys;
   }
 
-  // Tokens from `begin` on; whatever stands in a dead one, NaN included, becomes zero. Values less a centre, if there is one.
+  // Tokens from `begin` on; what a dead one holds, NaN included, becomes zero. Values less a centre, if there is one.
   SUBQUAD_STAGE void load(const View& v, long begin, int tokens, const float* centre = nullptr) {
     token = begin, count = tokens, height = padded(tokens);
     for (int i = 0; i < height; ++i) {

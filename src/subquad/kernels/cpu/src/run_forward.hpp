@@ -1,4 +1,4 @@
-// The forward of whole heads, and of slices of their features, which then have something to say to each other.
+// The forward of whole heads, and of slices of their features, whose partial results are merged.
 #pragma once
 #include "forward.hpp"
 #include "passes.hpp"
@@ -59,7 +59,7 @@ inline void start_field(const View& v, const Pass& pass, Field& field) {
     field.begin(v);
 }
 
-// One slice: nobody to wait for.
+// One slice: nothing to merge.
 inline void forward_alone(const View& v, const Passes& passes, const Forward& f) {
   pool().reset();
   Field field = Field::running(v, pool().take(Field::running_size(v)));

@@ -83,7 +83,7 @@ class TokenStep {
 
   // Features ------------------------------------------------------------------------------------------------------------
 
-  // W x, or x itself, then the rule's or the map's own business.
+  // W x, or x itself, then what the rule or the elementwise map makes of it.
   void features(const float* weight, const float* x, float* logs) {
     weight ? products(weight, x, logs) : void(std::copy_n(x, v.M, logs));
     if (!v.logarithmic())
@@ -297,7 +297,7 @@ class TokenStep {
 
   const View& v;
   const Step& s;
-  Kept now_;  // where what is read stands: before or after
+  Kept now_;  // the state to read from: before or after
   bool real_;
   long before_;
   int near_;

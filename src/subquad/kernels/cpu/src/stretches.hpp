@@ -93,7 +93,7 @@ inline void forward_summary(const View& v, const Passes& passes, const Forward& 
 }
 
 // Calls `work(task, i)` for every stretch with a task of its own. What tasks add to the same sums, they add in order, so
-// that results do not depend on who was first.
+// that results do not depend on which thread was first.
 template <class Work>
 inline void each_stretch_back(const View& v, const Backward& saved, const FieldRow& grads, long parts, Work work) {
   Turns turns;

@@ -3,7 +3,7 @@
 // A parallel region of OpenMP ends when every thread of the team has come, and waits for it in a busy loop: where other
 // processes want the cores, a thread that the system has put aside holds up all others for milliseconds, again and
 // again. Here the caller takes part in its own job and waits only for threads that are inside a step. A thread that never
-// wakes up costs nothing, and nobody spins for longer than a wake-up takes.
+// wakes up costs nothing, and no thread spins for longer than a wake-up takes.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -23,7 +23,7 @@
 
 namespace subquad {
 
-// Chains of steps: the steps of a chain are done in order, one at a time, by whoever comes; chains are independent.
+// Chains of steps: the steps of a chain are done in order, one at a time, by any thread; chains are independent.
 class Job {
  public:
   using Work = std::function<void(long chain, long step)>;
@@ -185,7 +185,7 @@ inline void each_task(int threads, long count, Work work) {
   each_step(threads, count, 1, [&](long i, long) { work(i); });
 }
 
-// Lets tasks do something in their order, whoever was first. A task may wait for an earlier one: that was begun before.
+// Lets tasks do something in their order, whichever was first. A task may wait for an earlier one: that was begun before.
 class Turns {
  public:
   // Task i's place in the order, given up when it goes, also by an exception.
