@@ -9,8 +9,16 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OTHER_DTYPES = (
-    *(torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.complex128),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, *DTYPES),
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    *DTYPES,
 )
 
 
@@ -67,7 +75,14 @@ def with_history(x: Tensor, rng: random.Random) -> Tensor:
 
 
 SAME_NUMBERS: tuple[Callable[[Tensor, random.Random], Tensor], ...] = (
-    *(transposed, within_more, every_other, flipped_twice, far_strides, lazily_negative, misaligned, with_history),
+    transposed,
+    within_more,
+    every_other,
+    flipped_twice,
+    far_strides,
+    lazily_negative,
+    misaligned,
+    with_history,
 )
 
 
@@ -121,7 +136,16 @@ def an_array(x: Tensor, rng: random.Random) -> Any:
 
 
 WRONG: tuple[Callable[[Tensor, random.Random], Any], ...] = (
-    *(other_dtype, other_size, other_rank, expanded, elsewhere, sparse, nested, quantised, no_tensor, an_array),
+    other_dtype,
+    other_size,
+    other_rank,
+    expanded,
+    elsewhere,
+    sparse,
+    nested,
+    quantised,
+    no_tensor,
+    an_array,
 )
 
 

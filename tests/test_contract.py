@@ -62,7 +62,7 @@ class PerQueryHead(FavorAttention):
             FavorAttention, D, 16, estimator="calibrated", backend="torch", near=8, sinks=2, num_heads=2
         ),
         "favor-calibrated-transform": lambda: fitted(
-            *(FavorAttention, D, 16), estimator="calibrated", backend="torch", near=8, sinks=2, transform=True
+            FavorAttention, D, 16, estimator="calibrated", backend="torch", near=8, sinks=2, transform=True
         ),
         "favor-hedgehog": lambda: fitted(
             FavorAttention, D, 16, estimator="hedgehog", backend="torch", near=8, sinks=2, num_heads=2

@@ -73,8 +73,16 @@ def noise(content: bytes, chance: random.Random) -> bytes:
 
 REPLACEMENTS = (b"", b"[]", b"{}", b"null", b"3", b'"text"', b"\xff", b"[" * 50_000, b"\x80\x04}.")
 CHANGES: tuple[Damage, ...] = (
-    *(flip_a_bit, change_a_byte, no_text, cut, repeat, zeros, lose_a_line, another_digit),
-    *(replaced, noise),
+    flip_a_bit,
+    change_a_byte,
+    no_text,
+    cut,
+    repeat,
+    zeros,
+    lose_a_line,
+    another_digit,
+    replaced,
+    noise,
 )
 
 

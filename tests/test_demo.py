@@ -122,9 +122,15 @@ def test_two_models_are_trained_compared_and_one_is_asked(
     ]
     shown = capfd.readouterr().out
     order = [
-        *("Two models of proteins, windows of 1,024 residues, 7 steps each", "training with softmax"),
-        *("training with favor", "decoding", "held-out perplexity", "Perplexity below the unigram baseline"),
-        *("plot: ", "a protein that the favor model made up", ">made up\nMKV\n"),
+        "Two models of proteins, windows of 1,024 residues, 7 steps each",
+        "training with softmax",
+        "training with favor",
+        "decoding",
+        "held-out perplexity",
+        "Perplexity below the unigram baseline",
+        "plot: ",
+        "a protein that the favor model made up",
+        ">made up\nMKV\n",
     ]
     places = [shown.index(text) for text in order]
     assert places == sorted(places)

@@ -159,9 +159,15 @@ def test_numbers_are_those_written_down(make_layer: Callable, masked: bool, caus
     assert (layer.own, layer.near, layer.sinks) == (True, attention.options.near, 3)
     for head, want in zip(layer.heads, written_down(attention, mask, causal), strict=True):
         got = {
-            **{"q": head.query_norm, "k": head.key_norm, "low": head.logit_min, "high": head.logit_max},
-            **{"entropy": head.entropy, "used": head.effective_features},
-            **{"error": head.error, "uniform": head.uniform_error, "near": head.near_error},
+            "q": head.query_norm,
+            "k": head.key_norm,
+            "low": head.logit_min,
+            "high": head.logit_max,
+            "entropy": head.entropy,
+            "used": head.effective_features,
+            "error": head.error,
+            "uniform": head.uniform_error,
+            "near": head.near_error,
         }
         assert got == {name: pytest.approx(want[name], rel=1e-9) for name in got}
 

@@ -296,7 +296,14 @@ def test_every_command_killed_at_every_step(tmp_path: Path) -> None:
 # One writer -----------------------------------------------------------------------------------------------------------
 
 WRITERS = {
-    *("write_text", "write_bytes", "savefig", "save", "savez", "savez_compressed", "write_table", "save_pretrained"),
+    "write_text",
+    "write_bytes",
+    "savefig",
+    "save",
+    "savez",
+    "savez_compressed",
+    "write_table",
+    "save_pretrained",
 }
 # Each gets a staging path or folder, writes to memory, appends to a log, or talks to the kernel.
 ALLOWED = {

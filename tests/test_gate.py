@@ -19,10 +19,30 @@ from subquad.mechanisms.favor_state import FavorState
 from subquad.testing import assert_close, make_inputs
 
 NUMBERS = {
-    **{"dtype": 0, "kind": 0, "rule": 1, "rule_groups": 1, "batch": 2, "key_heads": 3, "groups": 2, "map_heads": 3},
-    **{"head_dim": 4, "value_dim": 5, "num_features": 8, "sinks": 2, "causal": 1, "gaussian": 0, "near_blocks": 1},
-    **{"mask_batch": 2, "block": 4, "blocks_per_segment": 2, "threads": 2, "slices": 1, "stretches": 1, "tile": 64},
-    **{"length": 9, "key_length": 9},
+    "dtype": 0,
+    "kind": 0,
+    "rule": 1,
+    "rule_groups": 1,
+    "batch": 2,
+    "key_heads": 3,
+    "groups": 2,
+    "map_heads": 3,
+    "head_dim": 4,
+    "value_dim": 5,
+    "num_features": 8,
+    "sinks": 2,
+    "causal": 1,
+    "gaussian": 0,
+    "near_blocks": 1,
+    "mask_batch": 2,
+    "block": 4,
+    "blocks_per_segment": 2,
+    "threads": 2,
+    "slices": 1,
+    "stretches": 1,
+    "tile": 64,
+    "length": 9,
+    "key_length": 9,
 }
 
 
@@ -515,24 +535,31 @@ def favor_arguments(**others: Any) -> dict[str, Any]:
         return torch.randn(shape, generator=generator)
 
     arguments = {
-        **{"q": new(2, 4, 5, 8), "k": new(2, 2, 5, 8), "v": new(2, 2, 5, 3)},
-        **{"sink_k": new(2, 2, 1, 8), "sink_v": new(2, 2, 1, 3)},
-        **{
-            "query": new(1, 6, 8),
-            "key": new(1, 6, 8),
-            "key_bias": new(1, 6),
-            "offset_weight": None,
-            "offset_bias": None,
-        },
-        **{
-            "alive": None,
-            "fold": None,
-            "sink_seen": torch.ones(1, 5, dtype=torch.int64),
-            "far_max": None,
-            "far_sum": None,
-        },
-        **{"rule": "norm", "groups": 1, "near": 2, "sinks": 1, "causal": True, "scale": 0.5, "gaussian": False},
-        **{"chunk": 0, "borders": True, "backend": "cpu"},
+        "q": new(2, 4, 5, 8),
+        "k": new(2, 2, 5, 8),
+        "v": new(2, 2, 5, 3),
+        "sink_k": new(2, 2, 1, 8),
+        "sink_v": new(2, 2, 1, 3),
+        "query": new(1, 6, 8),
+        "key": new(1, 6, 8),
+        "key_bias": new(1, 6),
+        "offset_weight": None,
+        "offset_bias": None,
+        "alive": None,
+        "fold": None,
+        "sink_seen": torch.ones(1, 5, dtype=torch.int64),
+        "far_max": None,
+        "far_sum": None,
+        "rule": "norm",
+        "groups": 1,
+        "near": 2,
+        "sinks": 1,
+        "causal": True,
+        "scale": 0.5,
+        "gaussian": False,
+        "chunk": 0,
+        "borders": True,
+        "backend": "cpu",
     }
     assert set(others) <= set(arguments)
     return arguments | others
@@ -540,9 +567,20 @@ def favor_arguments(**others: Any) -> dict[str, Any]:
 
 def linear_arguments(**others: Any) -> dict[str, Any]:
     arguments = {
-        **{"q": torch.rand(2, 4, 5, 8), "k": torch.rand(2, 2, 5, 8), "v": torch.rand(2, 2, 5, 3)},
-        **{"weight": None, "log_weight": None, "alive": None, "far_max": None, "far_sum": None},
-        **{"feature_map": "elu1", "causal": True, "root": 1.0, "chunk": 0, "borders": True, "backend": "cpu"},
+        "q": torch.rand(2, 4, 5, 8),
+        "k": torch.rand(2, 2, 5, 8),
+        "v": torch.rand(2, 2, 5, 3),
+        "weight": None,
+        "log_weight": None,
+        "alive": None,
+        "far_max": None,
+        "far_sum": None,
+        "feature_map": "elu1",
+        "causal": True,
+        "root": 1.0,
+        "chunk": 0,
+        "borders": True,
+        "backend": "cpu",
     }
     assert set(others) <= set(arguments)
     return arguments | others

@@ -242,8 +242,16 @@ def test_rows_that_see_nothing_are_zero(name: str, backend: str, causal: bool) -
 @pytest.mark.parametrize(
     ("before", "now", "due"),
     [
-        *((0, 0, False), (0, 511, False), (0, 512, True), (512, 600, False), (512, 640, True), (640, 1000, True)),
-        *((1024, 1279, False), (1024, 1280, True), (1 << 20, (1 << 20) + 65_536, False), (1 << 20, 5 << 18, True)),
+        (0, 0, False),
+        (0, 511, False),
+        (0, 512, True),
+        (512, 600, False),
+        (512, 640, True),
+        (640, 1000, True),
+        (1024, 1279, False),
+        (1024, 1280, True),
+        (1 << 20, (1 << 20) + 65_536, False),
+        (1 << 20, 5 << 18, True),
     ],
 )
 def test_centres_are_chosen_ever_more_rarely(before: int, now: int, due: bool) -> None:

@@ -72,7 +72,10 @@ def test_scaling_in_miniature(tmp_path: Path) -> None:
     for record in report["threads"]:
         assert record["times_faster"] == min(record["one_seconds"]) / min(record["all_seconds"])
     assert [(r["mechanism"], r["tokens"]) for r in report["lengths"]] == [
-        *(("linear", 30), ("linear", 70), ("favor", 30), ("favor", 70))
+        ("linear", 30),
+        ("linear", 70),
+        ("favor", 30),
+        ("favor", 70),
     ]
     environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

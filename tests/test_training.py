@@ -173,16 +173,14 @@ def test_a_crash_at_the_last_file_operations(tmp_path: Path) -> None:
 def test_a_run_folder_holds_what_it_promises(tmp_path: Path) -> None:
     result = quiet_train(tmp_path, SHORT, tensorboard=True)
     assert {path.name for path in tmp_path.iterdir()} == {
-        *(
-            "run.json",
-            "metrics.jsonl",
-            "metrics.csv",
-            "loss.png",
-            "checkpoints",
-            "model",
-            "summary.json",
-            "tensorboard",
-        ),
+        "run.json",
+        "metrics.jsonl",
+        "metrics.csv",
+        "loss.png",
+        "checkpoints",
+        "model",
+        "summary.json",
+        "tensorboard",
     }
     assert json.loads((tmp_path / "summary.json").read_text())["metrics"] == result.metrics
     header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()

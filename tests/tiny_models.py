@@ -30,8 +30,18 @@ NARROW: dict[str, dict[str, Any]] = {
 
 # Of `subquad train`.
 TINY_RUN = (
-    *("--window", "64", "--layers", "1", "--hidden", "16", "--heads", "2"),
-    *("--eval-samples", "2", "--threads", "1"),
+    "--window",
+    "64",
+    "--layers",
+    "1",
+    "--hidden",
+    "16",
+    "--heads",
+    "2",
+    "--eval-samples",
+    "2",
+    "--threads",
+    "1",
 )
 
 

@@ -11,18 +11,27 @@ from itertools import accumulate
 from change import Change
 
 COMPARISONS = {
-    **{ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">")},
-    **{ast.Eq: ("==", "!="), ast.NotEq: ("!=", "==")},
-    **{
-        ast.Is: ("is", "is not"),
-        ast.IsNot: (r"is\s+not", "is"),
-        ast.In: ("in", "not in"),
-        ast.NotIn: (r"not\s+in", "in"),
-    },
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: (r"is\s+not", "is"),
+    ast.In: ("in", "not in"),
+    ast.NotIn: (r"not\s+in", "in"),
 }
 OPERATORS = {
-    **{ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"), ast.FloorDiv: ("//", "*")},
-    **{ast.Mod: ("%", "*"), ast.Pow: ("**", "*"), ast.BitAnd: ("&", "|"), ast.BitOr: ("|", "&")},
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "/"),
+    ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"),
+    ast.Mod: ("%", "*"),
+    ast.Pow: ("**", "*"),
+    ast.BitAnd: ("&", "|"),
+    ast.BitOr: ("|", "&"),
 }
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 ORDERED = ("isinstance", "issubclass", "getattr", "hasattr", "setattr")  # swapped arguments of these are no code

@@ -33,8 +33,21 @@ from window_mutants import WINDOW
 from subquad.kernels.cpu import build, library
 
 MUTANTS = (
-    *(*CORE, *FITTED, *LINFORMERS, *MODELS, *NATIVE, *WINDOW, *STRIDED, *BUCKETS),
-    *(*KERNEL_APPROXIMATION, *DIAGNOSE, *FILES, *GATES, *DRAWN, *NUMBERS, *RECORDING),
+    *CORE,
+    *FITTED,
+    *LINFORMERS,
+    *MODELS,
+    *NATIVE,
+    *WINDOW,
+    *STRIDED,
+    *BUCKETS,
+    *KERNEL_APPROXIMATION,
+    *DIAGNOSE,
+    *FILES,
+    *GATES,
+    *DRAWN,
+    *NUMBERS,
+    *RECORDING,
 )
 ROOT = Path(__file__).parent.parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full"]

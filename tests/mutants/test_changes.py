@@ -77,11 +77,16 @@ def test_lines_that_run_with_a_change() -> None:
 def test_native_operators_and_constants() -> None:
     assert changed_native("  if (a < b) x = y;") == {"  if (a <= b) x = y;", "  if (!(a < b)) x = y;"}
     assert changed_native("a[i] = std::max(b, 2L) * c;") == {
-        *("a[i] = std::min(b, 2L) * c;", "a[i] = std::max(b, 2L) / c;", "a[i + 1] = std::max(b, 2L) * c;"),
-        *("a[i] = std::max(b, 3L) * c;", "a[i] = std::max(b, 1L) * c;", ";"),
+        "a[i] = std::min(b, 2L) * c;",
+        "a[i] = std::max(b, 2L) / c;",
+        "a[i + 1] = std::max(b, 2L) * c;",
+        "a[i] = std::max(b, 3L) * c;",
+        "a[i] = std::max(b, 1L) * c;",
+        ";",
     }
     assert changed_native("return 0.5f * f(a, false);  // 1 < 2") == {
-        *("return 1.5f * f(a, false);  // 1 < 2", "return 0.5f / f(a, false);  // 1 < 2"),
+        "return 1.5f * f(a, false);  // 1 < 2",
+        "return 0.5f / f(a, false);  // 1 < 2",
         "return 0.5f * f(a, true);  // 1 < 2",
     }
     assert changed_native("task.scatter(i);") == {";"}

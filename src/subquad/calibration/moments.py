@@ -67,8 +67,12 @@ def _sums(weights: Tensor, x: Tensor, y: Tensor) -> Moments:
     """weights `[B, H, R, S]`, x `[B, H, R, D]`, y `[B, H, S, D]`."""
     of_x, of_y = weights.sum(-1, keepdim=True), weights.sum(-2)[..., None]
     sums = (
-        *(of_x.sum((2, 3)), (of_x * x).sum(2), (of_y * y).sum(2)),
-        *((of_x * x).mT @ x, (of_y * y).mT @ y, x.mT @ (weights @ y)),
+        of_x.sum((2, 3)),
+        (of_x * x).sum(2),
+        (of_y * y).sum(2),
+        (of_x * x).mT @ x,
+        (of_y * y).mT @ y,
+        x.mT @ (weights @ y),
     )
     return Moments(*(t.sum(0) for t in sums))
 

@@ -25,39 +25,59 @@ QKV = {"q": "input B H T D", "k": "input B K S D", "v": "input B K S Dv"}
 FAVOR_MAP = {**QKV, "query": "float maps M D"}  # the sizes that others depend on
 FAVOR = {
     **QKV,
-    **{"query": "float maps M D", "key": "float maps M D", "key_bias": "float maps M"},
-    **{"offset_weight": "float? maps D", "offset_bias": "float? maps"},
-    **{"sink_k": "input? B K sinks D", "sink_v": "input? B K sinks Dv"},
-    **{"alive": "bool? B|1 S", "fold": "bool? B|1 S", "sink_seen": "int64? B|1 T"},
-    **{"far_max": "state? B K maxima", "far_sum": "state? B K M V"},
+    "query": "float maps M D",
+    "key": "float maps M D",
+    "key_bias": "float maps M",
+    "offset_weight": "float? maps D",
+    "offset_bias": "float? maps",
+    "sink_k": "input? B K sinks D",
+    "sink_v": "input? B K sinks Dv",
+    "alive": "bool? B|1 S",
+    "fold": "bool? B|1 S",
+    "sink_seen": "int64? B|1 T",
+    "far_max": "state? B K maxima",
+    "far_sum": "state? B K M V",
 }
 LINEAR = {
     **QKV,
-    **{"weight": "float? maps M D", "log_weight": "float? B K S", "alive": "bool? B|1 S"},
-    **{"far_max": "state? B K maxima", "far_sum": "state? B K M V"},
+    "weight": "float? maps M D",
+    "log_weight": "float? B K S",
+    "alive": "bool? B|1 S",
+    "far_max": "state? B K maxima",
+    "far_sum": "state? B K M V",
 }
 SAVED = {"grad_out": "input B H T Dv", "out": "input B H T Dv"}
 FAVOR_SAVED = {
     **SAVED,
-    **{"normaliser": "state B H T 2", "low": "low? B H T Dv"},
-    **{"borders_max": "state borders B K maxima", "borders_sum": "state borders B K M+1 V"},
+    "normaliser": "state B H T 2",
+    "low": "low? B H T Dv",
+    "borders_max": "state borders B K maxima",
+    "borders_sum": "state borders B K M+1 V",
     "grad_far_sum": "state? B K M V",
 }
 LINEAR_SAVED = {
     **SAVED,
-    **{"normaliser": "state B H T", "low": "low? B H T Dv"},
-    **{"borders_max": "state borders B K maxima", "borders_sum": "state borders B K M+1 V"},
+    "normaliser": "state B H T",
+    "low": "low? B H T Dv",
+    "borders_max": "state borders B K maxima",
+    "borders_sum": "state borders B K M+1 V",
     "grad_far_sum": "state? B K M V",
 }
 BUCKETS = {
-    **{"q": "input B H T D", "k": "input B K T D", "v": "input B K T Dv"},
-    **{"q_code": "int32 R B H T", "k_code": "int32 R B K T"},
+    "q": "input B H T D",
+    "k": "input B K T D",
+    "v": "input B K T Dv",
+    "q_code": "int32 R B H T",
+    "k_code": "int32 R B K T",
 }
 BUCKETS_SAVED = {**SAVED, "log_normaliser": "log B H T"}
 _SPARSE_QKV = {"q": "input N C D", "k": "input J E D", "v": "input J E Dv", "blocks": "int64 N W"}
 SPARSE = {
     **_SPARSE_QKV,
-    **{"q_place": "int32 N C", "k_place": "int32 J E", "q_code": "int32? N C R", "k_code": "int32? J E R"},
+    "q_place": "int32 N C",
+    "k_place": "int32 J E",
+    "q_code": "int32? N C R",
+    "k_code": "int32? J E R",
 }
 SPARSE_ALIKE = {**_SPARSE_QKV, "q_place": "int32 C", "k_place": "int32 WE", "alive": "bool? J E"}
 SPARSE_SAVED = {

@@ -59,7 +59,11 @@ def cluster_attention(
     checks.self_attention("cluster", q, k)
     q, k, v = without_masked(key_mask, q, k, v)
     return attend_in_buckets(
-        *(q, k, v, assigned(q, centroids), assigned(k, centroids)),
+        q,
+        k,
+        v,
+        assigned(q, centroids),
+        assigned(k, centroids),
         num_buckets=centroids.shape[1],
         bucket_size=checks.count("cluster", "bucket_size", bucket_size),
         causal=causal,

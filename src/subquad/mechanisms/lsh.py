@@ -52,7 +52,11 @@ def lsh_attention(
     bucket_checks.not_too_many(num_buckets)
     q, k, v = without_masked(key_mask, q, k, v)
     return attend_in_buckets(
-        *(q, k, v, hashed(q, rotations), hashed(k, rotations)),
+        q,
+        k,
+        v,
+        hashed(q, rotations),
+        hashed(k, rotations),
         num_buckets=num_buckets,
         bucket_size=checks.count("lsh", "bucket_size", bucket_size),
         causal=causal,
@@ -180,5 +184,5 @@ class LshAttention(BucketMechanism):
 
     def _draw(self, seed: int) -> Tensor:
         return draw_rotations(
-            *(self.head_dim, self.num_buckets, self.rounds), hashes=self.hashes, num_heads=self.num_heads, seed=seed
+            self.head_dim, self.num_buckets, self.rounds, hashes=self.hashes, num_heads=self.num_heads, seed=seed
         )

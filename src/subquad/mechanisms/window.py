@@ -148,7 +148,8 @@ def _attend_packed(
     k_place = positions if alive is None else positions.masked_fill(~alive, ABSENT_KEY)
     rows = few_attend(
         _gather(global_q, slots),
-        *(global_k, global_v),
+        global_k,
+        global_v,
         places.masked_fill(places < 0, ABSENT_QUERY),
         k_place.expand(q.shape[0], -1),
         causal,

@@ -74,8 +74,15 @@ class MultiheadAttention(nn.Module):
     ) -> "MultiheadAttention":
         """A copy of `module` with another mechanism inside; its dtype, device, mode and weights are kept."""
         made = cls(
-            *(module.embed_dim, module.num_heads, module.dropout, module.in_proj_bias is not None),
-            *(module.bias_k is not None, module.add_zero_attn, module.kdim, module.vdim, module.batch_first),
+            module.embed_dim,
+            module.num_heads,
+            dropout=module.dropout,
+            bias=module.in_proj_bias is not None,
+            add_bias_kv=module.bias_k is not None,
+            add_zero_attn=module.add_zero_attn,
+            kdim=module.kdim,
+            vdim=module.vdim,
+            batch_first=module.batch_first,
             attention=attention,
             layer=layer,
             **options,

@@ -16,8 +16,16 @@ from typing import NamedTuple
 FOLDER = Path(__file__).parent
 SOURCES = "src"  # a folder beside this file
 FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"),
-    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi"),
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-pthread",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-Wno-psabi",
 )
 MACHINES = {"generic": (), "x86_64_v3": ("-march=x86-64-v3",), "x86_64_v4": ("-march=x86-64-v4",)}
 

@@ -45,7 +45,8 @@ class Forward(Structure):
 
 class Backward(Structure):
     _fields_ = [
-        *(("grad_out", Array), ("out", Array)),
+        ("grad_out", Array),
+        ("out", Array),
         *_pointers("normaliser", "low", "borders_max", "borders_sum", "q", "k", "v", "sink_k", "sink_v"),
         *_pointers("query", "key", "key_bias", "offset_weight", "offset_bias", "last_far_sum", "far_sum"),
     ]
