@@ -1,5 +1,6 @@
 """Every Python block of the documentation runs, block after block of one page in one namespace."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -36,3 +37,21 @@ def test_every_make_target_is_real() -> None:
     for page in PAGES:
         for target in re.findall(r"`?make ([a-z-]+)`", page.read_text()):
             assert target in targets, f"{page.name}: make {target}"
+
+
+def test_kernels_begin_with_their_letters() -> None:
+    kernels = ROOT / "src" / "subquad" / "kernels"
+    shapes = re.compile(r"\[(\.\.|borders|[BNJX]), [A-Z]|\[[MD]v?\]\[|\]\[[MDV]v?\]")
+    for path in (path for kind in ("*.py", "*.hpp") for path in kernels.rglob(kind)):
+        text = path.read_text()
+        python = path.suffix == ".py"
+        head = ast.get_docstring(ast.parse(text)) or "" if python else text.partition("#pragma once")[0]
+        assert "Letters" in head or not shapes.search(text), path.relative_to(kernels)
+
+
+def test_the_glossary_names_what_is_there() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    found = re.findall(r"`([a-z_/]+(?:/|\.py|\.hpp))`", text)
+    assert len(found) > 5
+    for path in found:
+        assert (ROOT / "src" / "subquad" / path).exists(), path

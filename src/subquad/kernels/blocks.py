@@ -1,6 +1,8 @@
 """Cutting `[B, H, T, D]` tensors into blocks, and putting blocks back.
 
-Letters: B batch, K key heads, G query heads per key head, N blocks, C tokens per block, R = G * C rows per block.
+Letters of FAVOR and linear attention: B batch, H query heads, K key heads, G = H / K query heads per key head,
+T queries, S keys, D head dim, Dv value dim, V = Dv + 1 (values with a column of ones, whose sums are normalisers),
+M features; N blocks of C tokens, R = G * C rows of queries per block, E keys that a block attends to exactly.
 """
 
 import torch.nn.functional as F

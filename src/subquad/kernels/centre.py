@@ -8,6 +8,8 @@ sequences o is kept with eight more bits.
 
 Nothing depends on the centre but rounding. It is chosen from what was folded before, so that no later token can touch
 an earlier row by it; and the far field alone is centred: exact parts and a block's own keys are what they are.
+
+Letters as in `blocks.py`.
 """
 
 from itertools import pairwise

@@ -2,7 +2,7 @@
 
 Without it a total stops growing where a term is less than half of its last digit: after a million tokens of decoding
 some terms in 100,000 would be lost. Gradients of the far field are sums with both signs, which may be smaller than
-their terms by far.
+their terms by far. Letters as in `blocks.py`.
 """
 
 from typing import NamedTuple

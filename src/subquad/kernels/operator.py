@@ -1,7 +1,8 @@
 """Operations of the engines as torch operators: opaque to `torch.compile` and `torch.export`, with their own gradients.
 
 An `Operation` is attention that goes through a state: FAVOR and linear attention. The fields of two NamedTuples are
-its arguments: the inputs, all tensors, and the options, all numbers and words. Nothing counts positions.
+its arguments: the inputs, all tensors, and the options, all numbers and words. Nothing counts positions. Letters as in
+`blocks.py`.
 """
 
 from collections.abc import Callable

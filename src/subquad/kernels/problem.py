@@ -1,7 +1,6 @@
 """One attention problem, cut into tiles on demand: what the linear and the FAVOR engine share.
 
-Letters as in `blocks.py`, and V = Dv + 1: values carry a column of ones, so that one product gives numerator and
-normaliser.
+Letters as in `blocks.py`. Values carry a column of ones, so that one product gives numerator and normaliser.
 """
 
 import math
@@ -55,7 +54,7 @@ class Outputs(NamedTuple):
 
     out `[B, H, T, Dv]`; normaliser `[B, H, T]`, of FAVOR `[B, H, T, 2]` logarithms (far, exact); low: what rounding
     left out of the output, empty where nothing needs it. States that the backward starts from: borders_max
-    `[N, B, K, M]` (or `[.., 1]`), borders_sum `[N, B, K, M + 1, Dv + 1]`, whose last row is the centre. far_max,
+    `[borders, B, K, M]` (or `[.., 1]`), borders_sum `[borders, B, K, M + 1, V]`, whose last row is the centre. far_max,
     far_sum: the state after the last token, empty unless causal.
     """
 

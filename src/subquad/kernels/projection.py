@@ -1,6 +1,6 @@
 """Rows of a matrix times tokens, and the gradients of that.
 
-x `[B, K, ..., D]`, weight `[K or 1, M, D]`.
+x `[B, K, ..., D]`, weight `[K or 1, M, D]`. Letters as in `blocks.py`.
 """
 
 from torch import Tensor

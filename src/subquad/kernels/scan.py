@@ -1,7 +1,7 @@
 """Decayed prefix sums over blocks, and their transpose.
 
 States are `[B, K, M, V]`, stacked over the blocks of a tile as `[B, K, N, M, V]`; decays `[B, K, N, M]` or `[.., 1]`.
-`reverse` runs from the last block to the first.
+`reverse` runs from the last block to the first. Letters as in `blocks.py`.
 """
 
 import torch

@@ -1,4 +1,7 @@
-"""Bidirectional FAVOR without near blocks: every query reads one summary of all keys."""
+"""Bidirectional FAVOR without near blocks: every query reads one summary of all keys.
+
+Letters as in `blocks.py`.
+"""
 
 from itertools import chain
 

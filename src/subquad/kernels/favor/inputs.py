@@ -1,6 +1,6 @@
 """What FAVOR attention takes.
 
-B batch, H query heads, K key heads, T queries, S keys, D head dim, Dv value dim, M features.
+Letters as in `blocks.py`.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ class FavorInputs(NamedTuple):
     sink_k, sink_v `[B, K, sinks, ..]`: None if they are the first tokens of k and v.
     alive `[B or 1, S]` bool: keys that count, apart from the sinks. fold, like it: those of them that enter the far
     field (None: all). sink_seen `[B or 1, T]` int64: how many of the sinks each row sees (None: there are none).
-    far_max `[B, K, M]`, far_sum `[B, K, M, Dv + 1]`: the far field before the first token (None: empty).
+    far_max `[B, K, M]`, far_sum `[B, K, M, V]`: the far field before the first token (None: empty).
     """
 
     q: Tensor

@@ -1,6 +1,7 @@
 """Log-features of one tile, and their vector-Jacobian product.
 
 Shapes: x `[B, K, ..., D]`, weight `[K or 1, M, D]`, logs `[B, K, ..., M]`, per-token scalars `[B, K, ...]`.
+Letters as in `blocks.py`.
 """
 
 import torch

@@ -1,4 +1,7 @@
-"""FAVOR attention as a torch operator."""
+"""FAVOR attention as a torch operator.
+
+Letters as in `blocks.py`.
+"""
 
 from torch import Tensor
 

@@ -1,4 +1,7 @@
-"""One FAVOR problem: the general one with a feature map, sinks, and a far field to start from."""
+"""One FAVOR problem: the general one with a feature map, sinks, and a far field to start from.
+
+Letters as in `blocks.py`.
+"""
 
 from typing import NamedTuple
 

@@ -7,6 +7,8 @@ visible, so its normaliser is at least 1 at the running maxima and nothing can u
 near = 0, causal: block b reads the state of blocks up to b - 1 and its own keys by features. The maxima then include
 keys that a row may not see; where those tower over what it does see, the row's sum is too small to trust (the
 certificate), and the tile is done again with smaller blocks. Blocks of one token are always certified.
+
+Letters as in `blocks.py`.
 """
 
 import math

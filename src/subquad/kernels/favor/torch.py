@@ -1,4 +1,7 @@
-"""FAVOR attention in plain torch: any device, any float dtype, memory linear in the length, forward and backward."""
+"""FAVOR attention in plain torch: any device, any float dtype, memory linear in the length, forward and backward.
+
+Letters as in `blocks.py`.
+"""
 
 import torch
 

@@ -1,6 +1,6 @@
 """What linear attention takes.
 
-B batch, H query heads, K key heads, T queries, S keys, D head dim, Dv value dim, M features.
+Letters as in `blocks.py`.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class LinearInputs(NamedTuple):
     """q `[B, H, T, D]`, k `[B, K, S, D]`, v `[B, K, S, Dv]`.
 
     weight `[K or 1, M, D]` projects queries and keys first (None: M = D). log_weight `[B, K, S]` of keys. alive
-    `[B or 1, S]` bool: keys that count (None: all). far_max `[B, K, 1]`, far_sum `[B, K, M, Dv + 1]`: the state before
+    `[B or 1, S]` bool: keys that count (None: all). far_max `[B, K, 1]`, far_sum `[B, K, M, V]`: the state before
     the first token (None: empty).
     """
 

@@ -1,4 +1,7 @@
-"""Linear attention as a torch operator."""
+"""Linear attention as a torch operator.
+
+Letters as in `blocks.py`.
+"""
 
 from torch import Tensor
 

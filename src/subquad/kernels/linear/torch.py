@@ -2,6 +2,8 @@
 
 phi acts on each number of x, or of W x. Keys may carry a log-weight, kept at one running maximum per head (signed
 features cannot have one per feature), within a block one per row. Features live for one tile only.
+
+Letters as in `blocks.py`.
 """
 
 from itertools import chain, pairwise

@@ -2,6 +2,8 @@
 
 Tokens `dilation` apart form a class; within a class the band has no gaps. Classes, heads and sequences become lines of
 blocks, and a tile of queries meets the few blocks of its line that its band can reach.
+
+Letters as in `torch.py`, and B batch, H query heads, K key heads, G = H / K, T queries, S keys.
 """
 
 from typing import NamedTuple

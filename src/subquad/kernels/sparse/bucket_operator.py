@@ -1,4 +1,7 @@
-"""The engine of `buckets.py` as a torch operator: sizes inside depend on the data, those outside do not."""
+"""The engine of `buckets.py` as a torch operator: sizes inside depend on the data, those outside do not.
+
+Letters as in `buckets.py`.
+"""
 
 from typing import Any
 

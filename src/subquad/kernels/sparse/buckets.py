@@ -3,6 +3,8 @@
 A code names a block of a bucket; codes of neighbouring blocks differ by one, those of other buckets by two or more.
 Round after round, queries of one code are laid out in tiles and meet the blocks of their own code, of the one before
 and, unless causal, of the one after. All parts share one normaliser, so the backward needs only its logarithm.
+
+Letters as in `torch.py`, and B batch, H query heads, K key heads, T tokens; rows are all tokens of all heads.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,7 @@
-"""Tokens of equal code side by side: queries in tiles, keys in blocks."""
+"""Tokens of equal code side by side: queries in tiles, keys in blocks.
+
+Letters as in `torch.py`.
+"""
 
 from typing import NamedTuple
 

@@ -1,6 +1,6 @@
 """Attention along lines: queries meet keys of their own line only. Cuts lines into tiles of the engine in `torch.py`.
 
-Letters: X lines, G query heads per key head, M queries and S keys of a line, N tiles of C queries, J blocks of E keys.
+Letters as in `torch.py`, and X lines, G query heads per key head, T queries and S keys of a line.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ PADDING = -1  # the number of a block that does not exist
 
 
 class Lines(NamedTuple):
-    """q `[X, G, M, D]`, k `[X, S, D]`, v `[X, S, Dv]`, float32 or float64."""
+    """q `[X, G, T, D]`, k `[X, S, D]`, v `[X, S, Dv]`, float32 or float64."""
 
     q: Tensor
     k: Tensor
@@ -39,7 +39,7 @@ def padded(x: Tensor, multiple: int) -> Tensor:
 
 
 def causal_band(lines: Lines, low: int, high: int, scale: float) -> Part:
-    """Query m sees keys m - high .. m - low of its line, low >= 0. A line may end with absent tokens."""
+    """Query t sees keys t - high .. t - low of its line, low >= 0. A line may end with absent tokens."""
     length = lines.q.shape[2]
     tile = _tile_for(length, high)
     tiles = -(-length // tile)
@@ -53,7 +53,7 @@ def causal_band(lines: Lines, low: int, high: int, scale: float) -> Part:
 
 
 def symmetric_band(lines: Lines, reach: int, counts: Tensor | None, scale: float, skip_self: bool = False) -> Part:
-    """Query m sees keys m - reach .. m + reach of its line.
+    """Query t sees keys t - reach .. t + reach of its line.
 
     counts: tokens that are there, the first of a line; one number for each line, or for neighbours that share it.
     """
@@ -70,7 +70,7 @@ def symmetric_band(lines: Lines, reach: int, counts: Tensor | None, scale: float
 
 
 def cross(lines: Lines, q_place: Tensor, k_place: Tensor, rule: Rule, scale: float, seen: Callable[[int], int]) -> Part:
-    """Queries and keys with places `[.., M]` and `[.., S]`: a row for each line, or for neighbours that share it.
+    """Queries and keys with places `[.., T]` and `[.., S]`: a row for each line, or for neighbours that share it.
 
     seen: of a query, how many keys it may see at most, counted from the first; must not fall from query to query.
     """
@@ -115,7 +115,7 @@ def _attend(
 
 
 def _tiles(x: Tensor, tile: int) -> Tensor:
-    """`[X, G, M, D] -> [N * X, G * C, D]`: query heads of one key head share a tile; tile by tile, not line by line."""
+    """`[X, G, T, D] -> [N * X, G * C, D]`: query heads of one key head share a tile; tile by tile, not line by line."""
     count, groups, _, dim = x.shape
     x = padded(x, tile).reshape(count, groups, -1, tile, dim)
     return x.permute(2, 0, 1, 3, 4).reshape(-1, groups * tile, dim)

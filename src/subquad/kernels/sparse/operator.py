@@ -1,4 +1,7 @@
-"""The engine of `torch.py` as a torch operator, with its own gradients."""
+"""The engine of `torch.py` as a torch operator, with its own gradients.
+
+Letters as in `torch.py`.
+"""
 
 from typing import Any
 

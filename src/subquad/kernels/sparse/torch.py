@@ -1,8 +1,10 @@
 """Exact attention to some of the keys, in blocks: the engine of windows, hashing, clusters and strides.
 
-Which pairs meet is data. Queries come in N tiles of C rows, keys in J blocks of E places; a tile meets W blocks, and
-within them a pair counts if its labels say so. Results come with the logarithm of their normaliser, so that `merge`
+Which pairs meet is data. Queries come in tiles, keys in blocks; a tile meets some of the blocks, and within them a pair
+counts if its labels say so. Results come with the logarithm of their normaliser, so that `merge`
 can put parts together that saw different keys. Logits of a few tiles are alive at a time, forward and backward.
+
+Letters: N tiles of C queries, J blocks of E keys, W blocks that a tile meets, R rounds, D head dim, Dv value dim.
 """
 
 from collections.abc import Iterator

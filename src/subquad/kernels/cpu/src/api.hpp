@@ -1,4 +1,7 @@
 // What Python hands over: plain pointers and sizes, mirrored field by field in library.py.
+//
+// Letters, here and in all other files: B batch, H query heads, K key heads, T queries, S keys, D head dim, Dv value dim,
+// V = Dv + 1 (sums of values, and the total of the weights last), M features (of a slice, inside a task).
 #pragma once
 #include <cstdint>
 
@@ -13,7 +16,7 @@ struct Array {
   int64_t batch, head, token;
 };
 
-// Letters as in blocks.py. Pointers may be null where a field says so.
+// Pointers may be null where a field says so.
 struct Problem {
   int32_t dtype, kind, rule, rule_groups;
   int32_t batch, key_heads, groups, map_heads;  // groups: query heads per key head

@@ -1,4 +1,4 @@
-// Exact logits of a tile of queries: the sinks, the neighbouring blocks and the own one.
+// Exact logits of a tile of queries: the sinks, the neighbouring blocks and the own one. Letters as in api.hpp.
 #pragma once
 #include "features.hpp"
 

@@ -1,4 +1,4 @@
-// Features of tokens in lanes [M][tokens], and their vector-Jacobian product.
+// Features of tokens in lanes [M][tokens], and their vector-Jacobian product. Letters as in api.hpp.
 #pragma once
 #include "field.hpp"
 #include "keys.hpp"

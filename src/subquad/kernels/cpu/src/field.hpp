@@ -1,5 +1,5 @@
 // The far field: for every feature the sum of its keys' weights times values, the sum of the weights, and the maximum
-// that the weights are relative to. Values are relative to a centre.
+// that the weights are relative to. Values are relative to a centre. Letters as in api.hpp.
 #pragma once
 #include "view.hpp"
 

@@ -1,4 +1,5 @@
 // One task's sweep along the blocks of a sequence; what is read when, and why, is said in favor/sweep.py.
+// Letters as in api.hpp.
 #pragma once
 #include "centre.hpp"
 #include "low.hpp"

@@ -1,4 +1,4 @@
-// A block of keys and values, ready for products, and the sums of what flows back to them.
+// A block of keys and values, ready for products, and the sums of what flows back to them. Letters as in api.hpp.
 #pragma once
 #include "view.hpp"
 

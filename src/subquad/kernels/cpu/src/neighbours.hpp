@@ -1,4 +1,5 @@
 // The keys around a block: a few blocks kept ready, the sinks, and which of them are attended to exactly.
+// Letters as in api.hpp.
 #pragma once
 #include "exact.hpp"
 

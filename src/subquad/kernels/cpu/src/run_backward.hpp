@@ -1,4 +1,4 @@
-// The backward of all tasks.
+// The backward of all tasks. Letters as in api.hpp.
 #pragma once
 #include "backward.hpp"
 #include "run_forward.hpp"

@@ -1,4 +1,4 @@
-// The forward of whole heads, and of slices of their features, whose partial results are merged.
+// The forward of whole heads, and of slices of their features, whose partial results are merged. Letters as in api.hpp.
 #pragma once
 #include "forward.hpp"
 #include "passes.hpp"

@@ -1,4 +1,5 @@
 // Decoding: one new token for every sequence, in one call. What it does is `_Step` of favor_state.py.
+// Letters as in api.hpp.
 #pragma once
 #include "features.hpp"
 #include "passes.hpp"

@@ -1,7 +1,7 @@
 // Tokens from memory into the two layouts that products want.
 //
 // "lanes" [n][tokens]: panels of PANEL tokens, so that a vector holds one number of several tokens.
-// "columns" [tokens][n]: panels of PANEL numbers.
+// "columns" [tokens][n]: panels of PANEL numbers. Letters as in api.hpp.
 #pragma once
 #include "api.hpp"
 #include "gemm.hpp"

@@ -2,6 +2,7 @@
 //
 // Features only ever meet in sums, so slices of them are independent tasks: that is how one head of FAVOR uses several
 // threads. Stretches of tokens would be computed twice (a summary, then the outputs) and meet at different maxima.
+// Letters as in api.hpp.
 #pragma once
 #include <limits>
 
