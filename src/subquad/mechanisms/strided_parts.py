@@ -1,6 +1,6 @@
 """The two parts of a Sparse Transformer's attention: near tokens, and the columns that reach all others.
 
-Tensors are `[B, H, T, D]`, real tokens first, padded to whole blocks of the stride. Letters as in `kernels/sparse/lines.py`.
+Tensors are `[B, H, T, D]`, real tokens first, padded to whole blocks of the stride. Letters as in `sparse/lines.py`.
 """
 
 from typing import NamedTuple
