@@ -9,7 +9,7 @@ import torch
 
 import subquad.training
 from subquad.cli import main
-from subquad.cli.common import default_tokenizer
+from subquad.cli.common import load_tokenizer
 from subquad.errors import CheckpointError
 from subquad.models import SubquadConfig
 from subquad.training import Result
@@ -93,12 +93,12 @@ def test_a_run_that_is_complete(tmp_path: Path, monkeypatch: Any, capsys: pytest
     assert capsys.readouterr().err == ""
 
 
-def test_a_checkpoint_knows_the_tokenizers_of_proteins_and_bytes_only() -> None:
-    assert default_tokenizer(SubquadConfig(domain="protein")).encode("MKV") == [1, 14, 12, 21]
-    bytewise = default_tokenizer(SubquadConfig(domain="text", vocab_size=260))
+def test_a_checkpoint_knows_the_tokenizers_of_proteins_and_bytes_only(tmp_path: Path) -> None:
+    assert load_tokenizer(tmp_path, SubquadConfig(domain="protein")).encode("MKV") == [1, 14, 12, 21]
+    bytewise = load_tokenizer(tmp_path, SubquadConfig(domain="text", vocab_size=260))
     assert bytewise.decode(bytewise.encode("naïve"), skip_special_tokens=True) == "naïve"
     with pytest.raises(CheckpointError) as caught:
-        default_tokenizer(SubquadConfig(domain="text", vocab_size=261))
+        load_tokenizer(tmp_path, SubquadConfig(domain="text", vocab_size=261))
     assert str(caught.value) == (
         "the checkpoint was trained with a tokenizer that is saved when the run ends; finish the run"
     )

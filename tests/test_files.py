@@ -301,6 +301,7 @@ WRITERS = {
 # Each gets a staging path or folder, writes to memory, appends to a log, or talks to the kernel.
 ALLOWED = {
     "files.py": {"write_bytes", "savefig"},
+    "measure.py": {"write_text"},
     "training/files.py": {"write_text"},
     "training/run.py": {"save_pretrained"},
     "training/metrics.py": {"open"},
@@ -311,7 +312,6 @@ ALLOWED = {
     "training/options.py": set(),
     "training/setup.py": {"save"},
     "testing/contract.py": {"save"},
-    "bench/measure.py": {"write_text"},
 }
 
 

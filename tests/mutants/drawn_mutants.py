@@ -129,7 +129,7 @@ DRAWN = (
     ),
     Mutant(
         "calls are timed with their warm-up",
-        "bench/measure.py",
+        "measure.py",
         "    for call in calls.values():\n        call()\n",
         "",
         tests("measure", "take_turns"),

@@ -15,10 +15,11 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
-from subquad.bench import peak_memory
 from subquad.checks import runs
 from subquad.data import Collator, Corpus
+from subquad.data.vocabulary import default_tokenizer
 from subquad.errors import CheckpointError, DamageWarning, printable
+from subquad.measure import peak_memory
 from subquad.training.callbacks import (
     Recorder,
     Redraw,
@@ -35,7 +36,6 @@ from subquad.training.setup import (
     RunData,
     build_model,
     build_optimizer,
-    default_tokenizer,
     last_checkpoint,
     opened,
     tensorboard_callback,

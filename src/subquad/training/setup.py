@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers import TrainingArguments, set_seed
 
 from subquad import checks
 from subquad.checks import data as data_checks
@@ -22,8 +22,6 @@ from subquad.data import (
     Samples,
     Unigram,
     Windows,
-    byte_tokenizer,
-    protein_tokenizer,
     unigram_baseline,
 )
 from subquad.data.vocabulary import BYTES
@@ -161,10 +159,6 @@ def build_optimizer(model: Any, options: TrainOptions) -> torch.optim.Optimizer:
     matrices, vectors = split_parameters(model)
     groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, options.learning_rate, betas=(0.9, 0.95))
-
-
-def default_tokenizer(domain: str) -> PreTrainedTokenizerBase | None:
-    return {"protein": protein_tokenizer, "text": byte_tokenizer}[domain]() if domain != "image" else None
 
 
 def tensorboard_callback(folder: Path) -> Any:
