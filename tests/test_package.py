@@ -89,6 +89,13 @@ def test_import_is_light() -> None:
     assert "rich" in run(program.format("import subquad, rich")).split(), "this test cannot fail"
 
 
+def test_the_command_shows_its_options_at_once() -> None:
+    """They are those of `subquad.training`, which takes seconds to import as a whole."""
+    loaded = run("import subquad.cli, sys; print(*sys.modules)").split()
+    assert "subquad.training.options" in loaded
+    assert {"transformers", "accelerate", "matplotlib", "Bio", "subquad.training.run"}.isdisjoint(loaded)
+
+
 def test_layers_need_torch_alone() -> None:
     """`subquad.nn` works without any extra."""
     program = "import torch, sys; before = set(sys.modules); import subquad.nn; print(*(set(sys.modules) - before))"

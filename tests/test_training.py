@@ -423,8 +423,9 @@ def test_other_options_are_refused(tmp_path: Path) -> None:
 
 def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     quiet_train(tmp_path, replace(SHORT, steps=1))
-    record = RunRecord.load(tmp_path / "run.json")
-    replace(record, processes=2).save(tmp_path / "run.json")
+    record = RunRecord.load(tmp_path)
+    assert record is not None
+    replace(record, processes=2).save(tmp_path)
     assert message_of(lambda: quiet_train(tmp_path, replace(SHORT, steps=1), resume=True), tmp_path) == (
         "FOLDER: was begun with other settings (processes: 2 -> 1); resume with those of the run, or begin another"
     )

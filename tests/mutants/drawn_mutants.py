@@ -101,9 +101,9 @@ DRAWN = (
     ),
     Mutant(
         "another default of a command",
-        "cli/train.py",
-        "steps: Steps = 500",
-        "steps: Steps = 501",
+        "training/options.py",
+        'Option("Optimiser steps.", OPTIMISATION)] = 500',
+        'Option("Optimiser steps.", OPTIMISATION)] = 501',
         tests("defaults", "frozen"),
     ),
     Mutant(

@@ -146,6 +146,27 @@ MODELS = (
     ),
     # training
     Mutant(
+        "options of the command have no defaults",
+        "cli/train.py",
+        "default = None if field.default is MISSING else field.default",
+        "default = None",
+        tests("defaults", "frozen"),
+    ),
+    Mutant(
+        "run.json is read again",
+        "cli/train.py",
+        'resume=stored or given["resume"],',
+        'resume=given["resume"],',
+        tests("cli", "read_once"),
+    ),
+    Mutant(
+        "the command waits for the Trainer",
+        "cli/train.py",
+        "from subquad.training.options import DATA,",
+        "from subquad.training.run import train as _\nfrom subquad.training.options import DATA,",
+        tests("package", "at_once"),
+    ),
+    Mutant(
         "checkpoints written in place",
         "training/trainer.py",
         "return super()._get_output_dir(trial) if self._staging is None else str(self._staging)",
