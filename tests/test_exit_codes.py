@@ -36,6 +36,12 @@ def test_a_bug_is_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         ending(RuntimeError("a bug of ours"), monkeypatch)
 
 
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command can be there without its extra, if what it is made of came with something else."""
+    assert ending(ModuleNotFoundError("No module named 'Bio.SeqIO'", name="Bio.SeqIO"), monkeypatch) == 2
+    assert capsys.readouterr().err == "subquad: error: the command line needs Bio; pip install 'subquad[cli]'\n"
+
+
 def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert ending(KeyboardInterrupt(), monkeypatch) == 130
 

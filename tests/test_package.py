@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+from importlib import import_module
 from importlib.metadata import metadata, version
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import subquad
+from subquad.checks.extras import extra
 
 SOURCE = Path(subquad.__file__).parent
 HEAVY = (
@@ -137,6 +139,31 @@ def test_the_command_says_what_it_needs(tmp_path: Path) -> None:
         2,
         "subquad: error: the command line needs typer; pip install 'subquad[cli]'\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("package", "program", "advice"),
+    [
+        ("transformers", "import subquad.models", "subquad.models needs transformers; pip install 'subquad[models]'"),
+        ("rich", "from subquad.training import train", "subquad.training needs rich; pip install 'subquad[cli]'"),
+    ],
+)
+def test_parts_say_what_they_need(package: str, program: str, advice: str) -> None:
+    told = run(f"""
+import sys
+sys.modules[{package!r}] = None  # as if it were not installed
+try:
+    {program}
+except ImportError as error:
+    print(type(error).__name__, error)
+""")
+    assert told == f"MissingPackageError {advice}\n"
+
+
+def test_what_is_missing_of_our_own_is_a_bug() -> None:
+    with pytest.raises(ModuleNotFoundError) as caught, extra("subquad.models", "models"):
+        import_module("subquad.no_such_module")
+    assert not isinstance(caught.value, subquad.SubquadError)
 
 
 def test_import_brings_what_it_needs_alone() -> None:

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from subquad.checks.extras import extra
 from subquad.training.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -40,4 +41,5 @@ def __getattr__(name: str) -> Any:
     """The Trainer takes seconds to import: it is when it is first asked for, not when the command shows its options."""
     if name not in _PLACES:
         raise AttributeError(f"module 'subquad.training' has no attribute {name!r}")
-    return getattr(import_module(f"subquad.training.{_PLACES[name]}"), name)
+    with extra("subquad.training", "cli"):
+        return getattr(import_module(f"subquad.training.{_PLACES[name]}"), name)
