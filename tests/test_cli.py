@@ -23,6 +23,7 @@ from subquad.cli import app, main
 from subquad.cli.common import load_model
 from subquad.data import encode, load_proteins, read_fasta
 from subquad.models import embeddings, log_likelihoods
+from subquad.training import options
 
 TINY = ["--window", "64", "--layers", "1", "--hidden", "16", "--heads", "2", "--eval-samples", "2", "--threads", "1"]
 FAVOR = ["--option", "num_features=8", "--option", "near=8"]
@@ -301,16 +302,13 @@ def test_resuming_needs_no_options(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "was begun with other settings (hidden: 16 -> 64)" in capsys.readouterr().err
 
 
-def test_defaults_are_those_of_the_library() -> None:
-    import inspect
-
-    from subquad.cli.train import _training_options
-    from subquad.training import TrainOptions
-
-    options = TrainOptions()
-    for name, parameter in inspect.signature(_training_options).parameters.items():
-        if hasattr(options, name):
-            assert getattr(options, name) == parameter.default, name
+def test_the_record_of_a_run_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "run"
+    train("protein", out, *FAVOR)
+    read, read_record = [], options.read_record
+    monkeypatch.setattr(options, "read_record", lambda path: read.append(path) or read_record(path))
+    assert main(["train", "protein", "--out", str(out), "--resume"]) == 0
+    assert read == [out / "run.json"]
 
 
 @pytest.mark.parametrize("damage", ["weights", "config", "tokenizer", "layers", "start"])

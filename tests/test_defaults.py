@@ -17,7 +17,6 @@ from transformers import PretrainedConfig
 import subquad
 from subquad.cli import app
 from subquad.diagnostics.diagnose import _Settings
-from subquad.training import TrainOptions
 
 MODULES = ("functional", "features", "nn", "models", "conversion", "data", "diagnostics", "bench", "training")
 PACKAGES = ("subquad", *(f"subquad.{name}" for name in (*MODULES, "kernel_approximation", "testing")))
@@ -105,14 +104,6 @@ FROZEN = {"defaults.txt": lines_of_defaults, "constants.txt": lines_of_constants
 @pytest.mark.parametrize("file", FROZEN)
 def test_they_are_frozen(file: str) -> None:
     assert FROZEN[file]() == (Path(__file__).parent / file).read_text().splitlines()
-
-
-@pytest.mark.parametrize("domain", ["protein", "text"])
-def test_training_by_command_has_the_defaults_of_training(domain: str) -> None:
-    options, command = TrainOptions(), dict(commands())[f"subquad train {domain}"]
-    shared = {name: value for name, value in command.items() if hasattr(options, name)}
-    assert {"steps", "learning_rate", "window", "seed"} < set(shared)
-    assert shared == {name: getattr(options, name) for name in shared}
 
 
 def test_exact_layers_are_diagnosed_by_the_features_they_would_get() -> None:

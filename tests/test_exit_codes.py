@@ -9,7 +9,7 @@ import torch
 
 import subquad.training
 from subquad.cli import main
-from subquad.cli.common import default_tokenizer
+from subquad.cli.common import load_tokenizer
 from subquad.errors import CheckpointError
 from subquad.models import SubquadConfig
 from subquad.training import Result
@@ -34,6 +34,12 @@ def test_out_of_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 def test_a_bug_is_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="a bug of ours"):
         ending(RuntimeError("a bug of ours"), monkeypatch)
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command can be there without its extra, if what it is made of came with something else."""
+    assert ending(ModuleNotFoundError("No module named 'Bio.SeqIO'", name="Bio.SeqIO"), monkeypatch) == 2
+    assert capsys.readouterr().err == "subquad: error: the command line needs Bio; pip install 'subquad[cli]'\n"
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,12 +99,12 @@ def test_a_run_that_is_complete(tmp_path: Path, monkeypatch: Any, capsys: pytest
     assert capsys.readouterr().err == ""
 
 
-def test_a_checkpoint_knows_the_tokenizers_of_proteins_and_bytes_only() -> None:
-    assert default_tokenizer(SubquadConfig(domain="protein")).encode("MKV") == [1, 14, 12, 21]
-    bytewise = default_tokenizer(SubquadConfig(domain="text", vocab_size=260))
+def test_a_checkpoint_knows_the_tokenizers_of_proteins_and_bytes_only(tmp_path: Path) -> None:
+    assert load_tokenizer(tmp_path, SubquadConfig(domain="protein")).encode("MKV") == [1, 14, 12, 21]
+    bytewise = load_tokenizer(tmp_path, SubquadConfig(domain="text", vocab_size=260))
     assert bytewise.decode(bytewise.encode("naïve"), skip_special_tokens=True) == "naïve"
     with pytest.raises(CheckpointError) as caught:
-        default_tokenizer(SubquadConfig(domain="text", vocab_size=261))
+        load_tokenizer(tmp_path, SubquadConfig(domain="text", vocab_size=261))
     assert str(caught.value) == (
         "the checkpoint was trained with a tokenizer that is saved when the run ends; finish the run"
     )

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from stopped_clock import Clock
-from subquad.bench import decode_costs, decoding, measure, peak_memory, time_side_by_side
+from subquad import measure
+from subquad.bench import decode_costs, decoding, peak_memory, time_side_by_side
 from tiny_models import make, random_ids
 
 

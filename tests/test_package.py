@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+from importlib import import_module
 from importlib.metadata import metadata, version
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import subquad
+from subquad.checks.extras import extra
 
 SOURCE = Path(subquad.__file__).parent
 HEAVY = (
@@ -32,6 +34,7 @@ HEAVY = (
 LAYERS = (
     "waiting",
     "errors",
+    "measure",
     "files",
     "tables",
     "checks",
@@ -48,8 +51,8 @@ LAYERS = (
     "conversion",
     "data",
     "diagnostics",
-    "bench",
     "training",
+    "bench",
     "cli",
     "__main__",
     "testing",
@@ -84,6 +87,13 @@ def test_import_is_light() -> None:
     loaded = run(program.format("import subquad")).split()
     assert [name for name in loaded if name.startswith(HEAVY)] == []
     assert "rich" in run(program.format("import subquad, rich")).split(), "this test cannot fail"
+
+
+def test_the_command_shows_its_options_at_once() -> None:
+    """They are those of `subquad.training`, which takes seconds to import as a whole."""
+    loaded = run("import subquad.cli, sys; print(*sys.modules)").split()
+    assert "subquad.training.options" in loaded
+    assert {"transformers", "accelerate", "matplotlib", "Bio", "subquad.training.run"}.isdisjoint(loaded)
 
 
 def test_layers_need_torch_alone() -> None:
@@ -129,6 +139,31 @@ def test_the_command_says_what_it_needs(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("package", "program", "advice"),
+    [
+        ("transformers", "import subquad.models", "subquad.models needs transformers; pip install 'subquad[models]'"),
+        ("rich", "from subquad.training import train", "subquad.training needs rich; pip install 'subquad[cli]'"),
+    ],
+)
+def test_parts_say_what_they_need(package: str, program: str, advice: str) -> None:
+    told = run(f"""
+import sys
+sys.modules[{package!r}] = None  # as if it were not installed
+try:
+    {program}
+except ImportError as error:
+    print(type(error).__name__, error)
+""")
+    assert told == f"MissingPackageError {advice}\n"
+
+
+def test_what_is_missing_of_our_own_is_a_bug() -> None:
+    with pytest.raises(ModuleNotFoundError) as caught, extra("subquad.models", "models"):
+        import_module("subquad.no_such_module")
+    assert not isinstance(caught.value, subquad.SubquadError)
+
+
 def test_import_brings_what_it_needs_alone() -> None:
     """What takes time is what is imported: these parts of subquad, nothing of other packages, few modules of torch."""
     program = "import torch, sys; before = set(sys.modules); import subquad; print(*(set(sys.modules) - before))"
@@ -149,7 +184,8 @@ def imports_of(path: Path) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("subquad."):
             found.append((node.module or "").split(".")[1])
         elif isinstance(node, ast.Import):
-            found += [alias.name.split(".")[1] for alias in node.names if alias.name.startswith("subquad.")]
+            names = (alias.name.split(".") for alias in node.names)
+            found += [name[1] for name in names if name[0] == "subquad" and len(name) > 1]
     return found
 
 
@@ -169,13 +205,17 @@ def test_nothing_stands_on_scikit_learn() -> None:
     assert importers == []
 
 
-def test_a_wrong_import_would_be_seen(tmp_path: Path) -> None:
+def test_a_wrong_import_would_be_seen() -> None:
     assert against_the_stream("kernels", ["features", "mechanisms"]) == ["mechanisms"]
     assert against_the_stream("recording", ["mechanisms", "calibration", "bench"]) == ["calibration", "bench"]
-    (tmp_path / "wrong.py").write_text(
-        "from subquad import nn\nfrom subquad.models import x\nimport subquad.bench.fidelity"
+    assert against_the_stream("training", ["measure", "bench"]) == ["bench"]
+
+
+def test_every_kind_of_import_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(
+        "import subquad, subquad.models\nimport torch.nn\nfrom subquad import files\nfrom subquad.data.text import x"
     )
-    assert imports_of(tmp_path / "wrong.py") == ["nn", "models", "bench"]
+    assert sorted(imports_of(tmp_path / "module.py")) == ["data", "files", "models"]
 
 
 def test_functions_fit_a_screen() -> None:

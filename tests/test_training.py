@@ -156,14 +156,14 @@ def test_a_crash_in_the_middle_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("first", "last"), [(1, 30), (30, 60), (60, 90)])
+@pytest.mark.parametrize(("first", "last"), [(1, 30), (30, 60), (60, 90), (90, 115)])
 def test_a_crash_at_every_file_operation(first: int, last: int, tmp_path: Path) -> None:
     assert script(HERE / "crash_points.py", first, last, tmp_path).startswith(f"{last - first} crashes")
 
 
 @pytest.mark.full
 def test_a_crash_at_the_last_file_operations(tmp_path: Path) -> None:
-    out = script(HERE / "crash_points.py", 90, 110, tmp_path)
+    out = script(HERE / "crash_points.py", 115, 135, tmp_path)
     assert 0 < int(out.split()[0]) < 19, out  # the last ones come after the end of the run
 
 
@@ -188,6 +188,8 @@ def test_a_run_folder_holds_what_it_promises(tmp_path: Path) -> None:
     assert len(rows) == 7  # six steps, one evaluation
     assert list((tmp_path / "tensorboard").iterdir())
     assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["checkpoint-4", "checkpoint-6"]
+    for saved in (tmp_path / "model", tmp_path / "checkpoints" / "checkpoint-6"):
+        assert "modeling_subquad.py" in json.loads((saved / "files.json").read_text())
     model = SubquadForCausalLM.from_pretrained(tmp_path / "model")
     samples = make_samples(load_proteins().split(0.05)[1], SHORT)
     totals = torch.zeros(3, dtype=torch.float64)
@@ -421,8 +423,9 @@ def test_other_options_are_refused(tmp_path: Path) -> None:
 
 def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     quiet_train(tmp_path, replace(SHORT, steps=1))
-    record = RunRecord.load(tmp_path / "run.json")
-    replace(record, processes=2).save(tmp_path / "run.json")
+    record = RunRecord.load(tmp_path)
+    assert record is not None
+    replace(record, processes=2).save(tmp_path)
     assert message_of(lambda: quiet_train(tmp_path, replace(SHORT, steps=1), resume=True), tmp_path) == (
         "FOLDER: was begun with other settings (processes: 2 -> 1); resume with those of the run, or begin another"
     )

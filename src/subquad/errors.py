@@ -34,6 +34,10 @@ class ConfigError(SubquadError, ValueError):
     """An option that does not exist, or a value it cannot take."""
 
 
+class MissingPackageError(SubquadError, ImportError):
+    """A package that a part of subquad needs, and that is installed with an extra."""
+
+
 class BackendError(SubquadError, RuntimeError):
     """Something the engine, the device or the transform at hand cannot do."""
 

@@ -101,9 +101,9 @@ DRAWN = (
     ),
     Mutant(
         "another default of a command",
-        "cli/train.py",
-        "steps: Steps = 500",
-        "steps: Steps = 501",
+        "training/options.py",
+        'Option("Optimiser steps.", OPTIMISATION)] = 500',
+        'Option("Optimiser steps.", OPTIMISATION)] = 501',
         tests("defaults", "frozen"),
     ),
     Mutant(
@@ -129,7 +129,7 @@ DRAWN = (
     ),
     Mutant(
         "calls are timed with their warm-up",
-        "bench/measure.py",
+        "measure.py",
         "    for call in calls.values():\n        call()\n",
         "",
         tests("measure", "take_turns"),

@@ -53,6 +53,34 @@ MODELS = (
     ),
     # models
     Mutant(
+        "saved models name no code",
+        "models/configuration.py",
+        'self.auto_map = {auto: f"{SHIM.stem}.{name}" for auto, name in AUTO_MAP.items()}',
+        "pass",
+        tests("shim", "passed_on"),
+    ),
+    Mutant(
+        "source is copied beside the weights of models that were loaded by their shim",
+        "models/configuration.py",
+        "        if cls is not SubquadConfig:\n            super().register",
+        "        if True:\n            super().register",
+        tests("shim", "trusted or derived"),
+    ),
+    Mutant(
+        "a missing subquad is told by transformers, without the extra",
+        "models/modeling_subquad.py",
+        'if error.name != "subquad":',
+        "if True:",
+        tests("shim", "missing"),
+    ),
+    Mutant(
+        "a missing module of ours is called a missing extra",
+        "checks/extras.py",
+        '        if package == "subquad":\n            raise  # ',
+        "        if False:\n            raise  # ",
+        tests("package", "our_own"),
+    ),
+    Mutant(
         "positions count padding",
         "models/modeling.py",
         "return (key_mask.cumsum(-1) - 1).clamp(min=0)",
@@ -145,6 +173,27 @@ MODELS = (
         tests("data", "berts"),
     ),
     # training
+    Mutant(
+        "options of the command have no defaults",
+        "cli/train.py",
+        "default = None if field.default is MISSING else field.default",
+        "default = None",
+        tests("defaults", "frozen"),
+    ),
+    Mutant(
+        "run.json is read again",
+        "cli/train.py",
+        'resume=stored or given["resume"],',
+        'resume=given["resume"],',
+        tests("cli", "read_once"),
+    ),
+    Mutant(
+        "the command waits for the Trainer",
+        "cli/train.py",
+        "from subquad.training.options import DATA,",
+        "from subquad.training.run import train as _\nfrom subquad.training.options import DATA,",
+        tests("package", "at_once"),
+    ),
     Mutant(
         "checkpoints written in place",
         "training/trainer.py",

@@ -34,6 +34,7 @@ OPERATORS = {
     ast.BitOr: ("|", "&"),
 }
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
+COMMUTATIVE = ("torch.promote_types", "torch.maximum", "torch.minimum", "torch.logaddexp", "math.gcd")
 ORDERED = ("isinstance", "issubclass", "getattr", "hasattr", "setattr")  # swapped arguments of these are no code
 
 
@@ -143,7 +144,8 @@ class _Finder:
         """Whether the first two arguments may be of one kind: not if one is `self`, or a name for a message."""
         first, second = map(self._segment, call.args[:2])
         alike = not _text(*call.args[:2]) and not any(isinstance(node, ast.Starred) for node in call.args[:2])
-        return alike and first != second and "self" not in (first, second) and self._segment(call.func) not in ORDERED
+        told_apart = self._segment(call.func) not in (*ORDERED, *COMMUTATIVE, *NAMES)
+        return alike and first != second and "self" not in (first, second) and told_apart
 
 
 def _statements(body: list[ast.stmt], called: bool = False) -> Iterator[tuple[ast.stmt, range]]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.bench.measure import Timing
+from subquad.measure import Timing
 
 
 class DecodeCost(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
+from subquad.checks.extras import extra
 from subquad.cli.bench import bench_app
 from subquad.cli.calibrate import calibrate
 from subquad.cli.demo import demo
@@ -61,7 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(arguments: list[str] | None) -> int:
     try:
-        code = app(arguments, standalone_mode=False)
+        with extra("the command line", "cli"):
+            code = app(arguments, standalone_mode=False)
     except SubquadError as error:
         return _complain(str(error))
     except TyperException as error:

@@ -60,27 +60,21 @@ def load_model(path: Path, *, head: bool = True) -> Loaded:
         )
         model, report = cast(Any, kind).from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
         checks.whole_model(folder, report, allowed="lm_head." if not head else None)
-        tokenizer = None if config.domain == "image" else _tokenizer(folder, config)
+        tokenizer = None if config.domain == "image" else load_tokenizer(folder, config)
     return Loaded(model.eval(), tokenizer, str(config.domain))
 
 
-def _tokenizer(folder: Path, config: Any) -> Any:
+def load_tokenizer(folder: Path, config: Any) -> Any:
+    """Checkpoints hold none; that of proteins and bytes is known."""
     from transformers import AutoTokenizer
+
+    from subquad.data.vocabulary import BYTES, default_tokenizer
 
     if (folder / "tokenizer.json").exists():
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    return default_tokenizer(config)
-
-
-def default_tokenizer(config: Any) -> Any:
-    """Checkpoints hold no tokenizer; that of proteins and bytes is known."""
-    from subquad.data import byte_tokenizer, protein_tokenizer
-    from subquad.data.vocabulary import BYTES
-
-    if config.domain == "protein":
-        return protein_tokenizer()
-    checks.byte_model(config.vocab_size, BYTES.size)
-    return byte_tokenizer()
+    if config.domain == "text":
+        checks.byte_model(config.vocab_size, BYTES.size)
+    return default_tokenizer(config.domain)
 
 
 def say(text: str) -> None:

@@ -2,17 +2,17 @@
 
 import inspect
 import os
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from subquad.checks import cli as checks
 from subquad.checks import data as data_checks
 from subquad.errors import printable
-from subquad.mechanisms import MECHANISMS
+from subquad.training.options import DATA, RUN, Option, RunRecord, TrainOptions
 
 train_app = typer.Typer(
     help="Train a model on your sequences; every run can be interrupted and resumed.",
@@ -20,78 +20,32 @@ train_app = typer.Typer(
     no_args_is_help=True,
 )
 
-DATA, MODEL, OPTIMISATION, RUN = "Data", "Model", "Optimisation", "Run"
+
+def _option(help: str, panel: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel)
 
 
-def _option(help: str, panel: str, *names: str, **extra: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, **extra)
+def _run_parameters(
+    out: Annotated[Path, _option("Folder of the run: options, metrics, plot, checkpoints, model.", RUN)] = Path("run"),
+    resume: Annotated[
+        bool,
+        _option("Go on where the run in --out stopped, with its options; or begin, if it has not.", RUN, "--resume"),
+    ] = False,
+    tensorboard: Annotated[bool, _option("Also log for TensorBoard.", RUN, "--tensorboard")] = False,
+) -> None:
+    """What all kinds of training take beside `TrainOptions`."""
 
 
-Out = Annotated[Path, _option("Folder of the run: options, metrics, plot, checkpoints, model.", RUN)]
-Resume = Annotated[
-    bool, _option("Go on where the run in --out stopped, with its options; or begin, if it has not.", RUN, "--resume")
-]
-Init = Annotated[str | None, _option("Begin with the weights of this run or model (fine-tuning).", MODEL)]
-Tensorboard = Annotated[bool, _option("Also log for TensorBoard.", RUN, "--tensorboard")]
-SaveEvery = Annotated[int, _option("Steps between checkpoints.", RUN)]
-Keep = Annotated[int, _option("Checkpoints to keep.", RUN)]
-LogEvery = Annotated[int, _option("Steps between records.", RUN)]
-Seed = Annotated[int, _option("Of weights, features, order, crops and masks.", RUN)]
-Threads = Annotated[int | None, _option("Of torch; as many as there are cores unless given.", RUN)]
-Attention = Annotated[
-    str,
-    _option(f"{', '.join(m.name for m in MECHANISMS)}; or one for each layer: favor,favor,softmax.", MODEL),
-]
-Options = Annotated[
-    list[str] | None,
-    _option("NAME=VALUE of the mechanism, such as num_features=128; may be repeated.", MODEL, "--option"),
-]
-Layers = Annotated[int, _option("Layers.", MODEL)]
-Hidden = Annotated[int, _option("Width.", MODEL)]
-Heads = Annotated[int, _option("Attention heads.", MODEL)]
-KeyValueHeads = Annotated[int | None, _option("Fewer key heads than heads (grouped-query attention).", MODEL)]
-Intermediate = Annotated[int | None, _option("Width inside the MLP; four times the width unless given.", MODEL)]
-Positions = Annotated[str, _option("rotary, sinusoidal, learned or none.", MODEL)]
-Dropout = Annotated[float, _option("Dropout of residual branches.", MODEL)]
-Reversible = Annotated[bool, _option("Rebuild activations in backward instead of keeping them.", MODEL, "--reversible")]
-Checkpointing = Annotated[
-    bool, _option("Recompute each layer in backward to save memory.", MODEL, "--gradient-checkpointing")
-]
-RedrawEvery = Annotated[int, _option("Steps between fresh random features; 0 never.", MODEL)]
-UpdateEvery = Annotated[int, _option("Steps between moves of centroids (cluster); 0 never.", MODEL)]
-SharedQk = Annotated[bool, _option("Keys are the normalised queries, as in a Reformer.", MODEL, "--shared-qk")]
-Objective = Annotated[str, _option("causal (next token) or masked (15 %, as BERT).", OPTIMISATION)]
-Steps = Annotated[int, _option("Optimiser steps.", OPTIMISATION)]
-BatchSize = Annotated[int, _option("Windows per process and forward pass.", OPTIMISATION)]
-Accumulate = Annotated[int, _option("Forward passes per step.", OPTIMISATION)]
-Optimizer = Annotated[str, _option("muon (with AdamW for vectors) or adamw.", OPTIMISATION)]
-LearningRate = Annotated[float, _option("Peak learning rate.", OPTIMISATION)]
-Warmup = Annotated[int, _option("Steps until the peak.", OPTIMISATION)]
-Schedule = Annotated[str, _option("cosine, linear or constant.", OPTIMISATION)]
-WeightDecay = Annotated[float, _option("Of matrices.", OPTIMISATION)]
-Precision = Annotated[str, _option("float32, bfloat16 or float16 (mixed).", OPTIMISATION)]
-Window = Annotated[int, _option("Tokens per sample.", DATA)]
-Layout = Annotated[str, _option("windows (sequences joined by separators) or crops (one sequence each).", DATA)]
-Validation = Annotated[float, _option("Share of sequences held out; copies of one never end up on both sides.", DATA)]
-EvalEvery = Annotated[int, _option("Steps between evaluations.", DATA)]
-EvalSamples = Annotated[int, _option("Held-out samples to evaluate.", DATA)]
-
-
-def _training_options(
-    out: Out = Path("run"), resume: Resume = False, tensorboard: Tensorboard = False,
-    attention: Attention = "favor", option: Options = None, layers: Layers = 4, hidden: Hidden = 128,
-    heads: Heads = 4, key_value_heads: KeyValueHeads = None, intermediate: Intermediate = None,
-    positions: Positions = "rotary", dropout: Dropout = 0.0,
-    reversible: Reversible = False, gradient_checkpointing: Checkpointing = False, redraw_every: RedrawEvery = 0,
-    update_every: UpdateEvery = 1, shared_qk: SharedQk = False,
-    objective: Objective = "causal", steps: Steps = 500, batch_size: BatchSize = 1, accumulate: Accumulate = 1,
-    optimizer: Optimizer = "muon", learning_rate: LearningRate = 0.01, warmup: Warmup = 20,
-    schedule: Schedule = "linear", weight_decay: WeightDecay = 0.0, precision: Precision = "float32",
-    window: Window = 4096, layout: Layout = "windows", validation: Validation = 0.05, eval_every: EvalEvery = 100,
-    eval_samples: EvalSamples = 16, save_every: SaveEvery = 100, keep: Keep = 2, log_every: LogEvery = 10,
-    init: Init = None, seed: Seed = 0, threads: Threads = None,
-) -> None:  # fmt: skip
-    """The options that all kinds of training share."""
+def _option_parameters() -> Iterator[inspect.Parameter]:
+    """The fields of `TrainOptions` that are options of the command, as typer takes them."""
+    for field in fields(TrainOptions):
+        option = next((note for note in get_args(field.type)[1:] if isinstance(note, Option)), None)
+        if option is not None:
+            kind = option.typed or get_args(field.type)[0]
+            flag = option.flag or f"--{field.name.replace('_', '-')}"
+            default = None if field.default is MISSING else field.default
+            annotation = Annotated[kind, _option(option.help, option.panel, flag)]
+            yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _with_training_options(*without: str, **defaults: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
@@ -99,8 +53,8 @@ def _with_training_options(*without: str, **defaults: Any) -> Callable[[Callable
 
     def add(command: Callable[..., int]) -> Callable[..., int]:
         own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        shared = [p for p in inspect.signature(_training_options).parameters.values() if p.name not in without]
-        shared = [p.replace(default=defaults.get(p.name, p.default)) for p in shared]
+        shared = [*inspect.signature(_run_parameters).parameters.values(), *_option_parameters()]
+        shared = [p.replace(default=defaults.get(p.name, p.default)) for p in shared if p.name not in without]
         signature = inspect.Signature([*own, *shared], return_annotation=int)
         setattr(command, "__signature__", signature)  # noqa: B010 - a function's type declares none
         command.__annotations__ = {p.name: p.annotation for p in [*own, *shared]}
@@ -177,10 +131,16 @@ def _train(context: typer.Context, corpus: Any, given: dict[str, Any], tokenizer
 
     quiet()
     console = Console(stderr=True, highlight=False)
+    stored = RunRecord.load(given["out"]) if given["resume"] else None
     result = train(
-        corpus, given["out"], _options(context, given), resume=given["resume"], tokenizer=tokenizer,
-        tensorboard=given["tensorboard"], console=console,
-    )  # fmt: skip
+        corpus,
+        given["out"],
+        _options(context, given, stored),
+        resume=stored or given["resume"],
+        tokenizer=tokenizer,
+        tensorboard=given["tensorboard"],
+        console=console,
+    )
     if os.environ.get("RANK", "0") != "0":
         return 0
     if result.stopped_by is not None:
@@ -194,19 +154,13 @@ def _train(context: typer.Context, corpus: Any, given: dict[str, Any], tokenizer
     return 0
 
 
-def _options(context: typer.Context, given: dict[str, Any]) -> Any:
+def _options(context: typer.Context, given: dict[str, Any], stored: RunRecord | None) -> TrainOptions:
     """The options of the command; when resuming, those not given are the run's."""
-    from subquad.training import TrainOptions
-    from subquad.training.options import RunRecord
-
     names = given["attention"].split(",")
-    chosen = {**given, "attention": names if len(names) > 1 else names[0]}
-    chosen["attention_options"] = checks.option_pairs(given["option"] or [])
-    known = {field.name for field in fields(TrainOptions)}
-    chosen = {name: value for name, value in chosen.items() if name in known}
-    path = given["out"] / "run.json"
-    if not given["resume"] or not path.exists():
+    given = {**given, "attention": names if len(names) > 1 else names[0]}
+    given["attention_options"] = checks.option_pairs(given["attention_options"] or [])
+    chosen = {field.name: given[field.name] for field in fields(TrainOptions) if field.name in given}
+    if stored is None:
         return TrainOptions(**chosen)
-    typed = {name for name in given if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
-    typed |= {"attention_options"} if "option" in typed else set()
-    return replace(RunRecord.load(path).options, **{name: value for name, value in chosen.items() if name in typed})
+    typed = {name for name in chosen if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    return replace(stored.options, **{name: chosen[name] for name in typed})

@@ -92,6 +92,11 @@ def byte_tokenizer() -> "PreTrainedTokenizerFast":
     return _wrap(inner)
 
 
+def default_tokenizer(domain: str) -> "PreTrainedTokenizerFast | None":
+    """Of residues or bytes, for models that were trained without one from elsewhere; images have none."""
+    return {"protein": protein_tokenizer, "text": byte_tokenizer}[domain]() if domain != "image" else None
+
+
 def _wrap(inner) -> "PreTrainedTokenizerFast":
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast

@@ -1,13 +1,16 @@
 """Hugging Face models for all mechanisms; importing this registers them with the Auto classes."""
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+from subquad.checks.extras import extra
+
+with extra("subquad.models", "models"):
+    from transformers import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForMaskedLM,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
 
 from subquad.models.cache import SubquadCache
 from subquad.models.configuration import SubquadConfig

@@ -1,10 +1,12 @@
 """The configuration of a model whose layers use any mechanism."""
 
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from subquad import checks
+from subquad import checks, files
 from subquad.checks import layers, models
 from subquad.features.names import current_options
 from subquad.mechanisms import MECHANISMS
@@ -12,6 +14,16 @@ from subquad.nn.block import ACTIVATIONS
 
 POSITIONS = ("rotary", "sinusoidal", "learned", "none")
 MLPS = ("gated", "plain")
+
+SHIM = Path(__file__).with_name("modeling_subquad.py")
+AUTO_MAP = {  # the classes of the shim by which transformers' Auto classes load a model
+    "AutoConfig": "SubquadConfig",
+    "AutoModel": "SubquadModel",
+    "AutoModelForCausalLM": "SubquadForCausalLM",
+    "AutoModelForMaskedLM": "SubquadForMaskedLM",
+    "AutoModelForSequenceClassification": "SubquadForSequenceClassification",
+    "AutoModelForTokenClassification": "SubquadForTokenClassification",
+}
 
 
 class SubquadConfig(PreTrainedConfig):
@@ -106,3 +118,20 @@ class SubquadConfig(PreTrainedConfig):
         options = self.attention_options or {}
         options = dict(options[layer] if isinstance(options, list) else options)
         return name, options
+
+    def save_pretrained(self, save_directory: str | PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Also of every model: the shim is written with it, and named in `auto_map` whatever a loaded file said there.
+
+        Configurations derived from this one are left to transformers: the shim does not know them.
+        """
+        if type(self) is SubquadConfig:
+            self.auto_map = {auto: f"{SHIM.stem}.{name}" for auto, name in AUTO_MAP.items()}
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            files.write_text(Path(save_directory) / SHIM.name, SHIM.read_text())
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """transformers' mark of classes whose source is to be copied beside weights; for this one there is the shim."""
+        if cls is not SubquadConfig:
+            super().register_for_auto_class(auto_class)

@@ -1,76 +1,115 @@
-"""Everything that defines a run, apart from its data. Stored with it, and compared when it is resumed."""
+"""Everything that defines a run, apart from its data. Stored with it, and compared when it is resumed.
+
+The fields of `TrainOptions` are the options of `subquad train`; hence this file loads nothing heavy, so that `--help`
+comes at once.
+"""
 
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from subquad import checks
 from subquad.checks import runs
 from subquad.data import OBJECTIVES
 from subquad.features.names import current_options
-from subquad.models import SubquadConfig
+from subquad.mechanisms import MECHANISMS
 from subquad.training.files import read_record, write_record
+
+if TYPE_CHECKING:
+    from subquad.models import SubquadConfig
 
 LAYOUTS = ("windows", "crops")
 PRECISIONS = ("float32", "bfloat16", "float16")
 OPTIMIZERS = ("muon", "adamw")
 SCHEDULES = ("cosine", "linear", "constant")
+RECORD = "run.json"
+
+DATA, MODEL, OPTIMISATION, RUN = "Data", "Model", "Optimisation", "Run"  # panels of `subquad train --help`
+
+
+class Option(NamedTuple):
+    """Makes a field an option of `subquad train`: its help text, and the panel that shows it.
+
+    flag: what is typed, if not the name of the field. typed: its type there, if not that of the field.
+    """
+
+    help: str
+    panel: str
+    flag: str | None = None
+    typed: Any = None
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Defaults train a small protein model on a laptop.
+    """Defaults train a small protein model on a laptop. What the help texts of the fields leave out:
 
     Args:
-        window: tokens per sample; for images, always one image.
+        window: for images, always one image.
         layout: "windows" joins sequences into full windows (as the Performer paper does), "crops" gives each sequence
             a row of its own, padded, or a random stretch of it.
-        batch_size, accumulate: samples per process and forward pass; forward passes per step.
-        redraw_every: steps between fresh random features; 0 never.
-        update_every: steps between moves of centroids (cluster); 0 never.
-        keep: checkpoints to keep.
-        init: a run or model folder whose weights to begin with (fine-tuning); its shape must be this one's.
-        threads: of torch; results are equal bit for bit only with as many.
+        init: the shape of that model must be this one's.
+        threads: results are equal bit for bit only with as many.
     """
 
-    attention: str | list[str] = "favor"
-    attention_options: dict[str, Any] | list[dict[str, Any]] = field(default_factory=dict)
-    objective: str = "causal"
-    window: int = 4096
-    layout: str = "windows"
-    layers: int = 4
-    hidden: int = 128
-    heads: int = 4
-    key_value_heads: int | None = None
-    intermediate: int | None = None
-    positions: str = "rotary"
+    attention: Annotated[
+        str | list[str],
+        Option(
+            f"{', '.join(m.name for m in MECHANISMS)}; or one for each layer: favor,favor,softmax.", MODEL, typed=str
+        ),
+    ] = "favor"
+    attention_options: Annotated[
+        dict[str, Any] | list[dict[str, Any]],
+        Option(
+            "NAME=VALUE of the mechanism, such as num_features=128; may be repeated.",
+            MODEL,
+            flag="--option",
+            typed=list[str] | None,
+        ),
+    ] = field(default_factory=dict)
+    objective: Annotated[str, Option("causal (next token) or masked (15 %, as BERT).", OPTIMISATION)] = "causal"
+    window: Annotated[int, Option("Tokens per sample.", DATA)] = 4096
+    layout: Annotated[str, Option("windows (sequences joined by separators) or crops (one sequence each).", DATA)] = (
+        "windows"
+    )
+    layers: Annotated[int, Option("Layers.", MODEL)] = 4
+    hidden: Annotated[int, Option("Width.", MODEL)] = 128
+    heads: Annotated[int, Option("Attention heads.", MODEL)] = 4
+    key_value_heads: Annotated[int | None, Option("Fewer key heads than heads (grouped-query attention).", MODEL)] = (
+        None
+    )
+    intermediate: Annotated[int | None, Option("Width inside the MLP; four times the width unless given.", MODEL)] = (
+        None
+    )
+    positions: Annotated[str, Option("rotary, sinusoidal, learned or none.", MODEL)] = "rotary"
     mlp: str = "gated"
-    dropout: float = 0.0
-    reversible: bool = False
-    shared_qk: bool = False
-    gradient_checkpointing: bool = False
+    dropout: Annotated[float, Option("Dropout of residual branches.", MODEL)] = 0.0
+    reversible: Annotated[bool, Option("Rebuild activations in backward instead of keeping them.", MODEL)] = False
+    shared_qk: Annotated[bool, Option("Keys are the normalised queries, as in a Reformer.", MODEL)] = False
+    gradient_checkpointing: Annotated[bool, Option("Recompute each layer in backward to save memory.", MODEL)] = False
     initializer_range: float = 0.05
-    optimizer: str = "muon"
-    steps: int = 500
-    batch_size: int = 1
-    accumulate: int = 1
-    learning_rate: float = 0.01
-    warmup: int = 20
-    schedule: str = "linear"
-    weight_decay: float = 0.0
+    optimizer: Annotated[str, Option("muon (with AdamW for vectors) or adamw.", OPTIMISATION)] = "muon"
+    steps: Annotated[int, Option("Optimiser steps.", OPTIMISATION)] = 500
+    batch_size: Annotated[int, Option("Windows per process and forward pass.", OPTIMISATION)] = 1
+    accumulate: Annotated[int, Option("Forward passes per step.", OPTIMISATION)] = 1
+    learning_rate: Annotated[float, Option("Peak learning rate.", OPTIMISATION)] = 0.01
+    warmup: Annotated[int, Option("Steps until the peak.", OPTIMISATION)] = 20
+    schedule: Annotated[str, Option("cosine, linear or constant.", OPTIMISATION)] = "linear"
+    weight_decay: Annotated[float, Option("Of matrices.", OPTIMISATION)] = 0.0
     clip: float = 1.0
-    precision: str = "float32"
-    validation: float = 0.05
-    eval_every: int = 100
-    eval_samples: int = 16
-    save_every: int = 100
-    keep: int = 2
-    log_every: int = 10
-    redraw_every: int = 0
-    update_every: int = 1
-    init: str | None = None
-    seed: int = 0
-    threads: int | None = None
+    precision: Annotated[str, Option("float32, bfloat16 or float16 (mixed).", OPTIMISATION)] = "float32"
+    validation: Annotated[
+        float, Option("Share of sequences held out; copies of one never end up on both sides.", DATA)
+    ] = 0.05
+    eval_every: Annotated[int, Option("Steps between evaluations.", DATA)] = 100
+    eval_samples: Annotated[int, Option("Held-out samples to evaluate.", DATA)] = 16
+    save_every: Annotated[int, Option("Steps between checkpoints.", RUN)] = 100
+    keep: Annotated[int, Option("Checkpoints to keep.", RUN)] = 2
+    log_every: Annotated[int, Option("Steps between records.", RUN)] = 10
+    redraw_every: Annotated[int, Option("Steps between fresh random features; 0 never.", MODEL)] = 0
+    update_every: Annotated[int, Option("Steps between moves of centroids (cluster); 0 never.", MODEL)] = 1
+    init: Annotated[str | None, Option("Begin with the weights of this run or model (fine-tuning).", MODEL)] = None
+    seed: Annotated[int, Option("Of weights, features, order, crops and masks.", RUN)] = 0
+    threads: Annotated[int | None, Option("Of torch; as many as there are cores unless given.", RUN)] = None
 
     def __post_init__(self) -> None:
         op = "train"
@@ -100,8 +139,10 @@ class TrainOptions:
         checks.choice(op, "schedule", self.schedule, SCHEDULES)
         object.__setattr__(self, "attention_options", current_options(self.attention_options))  # frozen otherwise
 
-    def config(self, *, length: int, **tokens: Any) -> SubquadConfig:
+    def config(self, *, length: int, **tokens: Any) -> "SubquadConfig":
         """The model's configuration for samples of `length`; `tokens`: vocabulary size, special tokens, domain."""
+        from subquad.models import SubquadConfig
+
         return SubquadConfig(
             hidden_size=self.hidden,
             num_hidden_layers=self.layers,
@@ -131,11 +172,15 @@ class RunRecord:
     processes: int
     versions: dict[str, str]
 
-    def save(self, path: Path) -> None:
-        write_record(path, asdict(self))
+    def save(self, folder: Path) -> None:
+        write_record(folder / RECORD, asdict(self))
 
     @classmethod
-    def load(cls, path: Path) -> "RunRecord":
+    def load(cls, folder: Path) -> "RunRecord | None":
+        """That of the run in the folder, if there is one."""
+        path = folder / RECORD
+        if not path.exists():
+            return None
         stored = read_record(path)
         with runs.readable_record(path):
             return cls(**{**stored, "options": TrainOptions(**stored["options"])})

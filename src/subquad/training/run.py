@@ -15,10 +15,11 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
-from subquad.bench import peak_memory
 from subquad.checks import runs
 from subquad.data import Collator, Corpus
+from subquad.data.vocabulary import default_tokenizer
 from subquad.errors import CheckpointError, DamageWarning, printable
+from subquad.measure import peak_memory
 from subquad.training.callbacks import (
     Recorder,
     Redraw,
@@ -35,7 +36,6 @@ from subquad.training.setup import (
     RunData,
     build_model,
     build_optimizer,
-    default_tokenizer,
     last_checkpoint,
     opened,
     tensorboard_callback,
@@ -94,7 +94,7 @@ def train(
     folder: str | Path,
     options: TrainOptions | None = None,
     *,
-    resume: bool = False,
+    resume: bool | RunRecord = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
     tensorboard: bool = False,
     console: Console | None = None,
@@ -103,17 +103,19 @@ def train(
 
     Args:
         resume: go on from the newest checkpoint, or begin if there is none. Options and data must be those of the run.
+            A caller that has read the record of the run gives that instead of True: it is read once.
         tokenizer: to save with the model; by default that of the corpus's domain.
     """
     disable_progress_bar()  # of saving: ours is the only one
     folder, console = Path(folder), console or Console(stderr=True)
-    options = with_threads(options or TrainOptions(), folder, resume)
+    stored = resume if isinstance(resume, RunRecord) else RunRecord.load(folder) if resume else None
+    options = with_threads(options or TrainOptions(), stored)
     arguments = training_arguments(options, folder)  # joins the other processes, if any
     data = RunData.of(corpus, options, arguments.world_size)
     model = build_model(corpus, options)
     record = RunRecord(options, corpus.domain, corpus.fingerprint, arguments.world_size, versions())
     watch = _Watch.over(folder, data, options, console)
-    with opened(folder, record, resume, arguments):
+    with opened(folder, record, stored, arguments, resume=bool(resume)):
         if (done := Result.of_finished(folder)) is not None:
             return done
         checkpoint = last_checkpoint(folder, arguments)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers import TrainingArguments, set_seed
 
 from subquad import checks
 from subquad.checks import data as data_checks
@@ -22,8 +22,6 @@ from subquad.data import (
     Samples,
     Unigram,
     Windows,
-    byte_tokenizer,
-    protein_tokenizer,
     unigram_baseline,
 )
 from subquad.data.vocabulary import BYTES
@@ -84,11 +82,9 @@ def unit_of(corpus: Corpus) -> str:
     return {"protein": "residue", "image": "dim"}[corpus.domain]
 
 
-def with_threads(options: TrainOptions, folder: Path, resume: bool) -> TrainOptions:
-    """Settles the number of threads: that of the run, the given one, or torch's."""
-    path = folder / "run.json"
-    stored = RunRecord.load(path).options.threads if resume and path.exists() else None
-    threads = options.threads or stored or torch.get_num_threads()
+def with_threads(options: TrainOptions, stored: RunRecord | None) -> TrainOptions:
+    """Settles the number of threads: the given one, that of the run, or torch's."""
+    threads = options.threads or (stored and stored.options.threads) or torch.get_num_threads()
     torch.set_num_threads(threads)
     return replace(options, threads=threads)
 
@@ -163,10 +159,6 @@ def build_optimizer(model: Any, options: TrainOptions) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, options.learning_rate, betas=(0.9, 0.95))
 
 
-def default_tokenizer(domain: str) -> PreTrainedTokenizerBase | None:
-    return {"protein": protein_tokenizer, "text": byte_tokenizer}[domain]() if domain != "image" else None
-
-
 def tensorboard_callback(folder: Path) -> Any:
     with checks.needs("tensorboard", "--tensorboard"):
         from torch.utils.tensorboard import SummaryWriter
@@ -182,15 +174,17 @@ def versions() -> dict[str, str]:
 
 
 @contextmanager
-def opened(folder: Path, record: RunRecord, resume: bool, arguments: TrainingArguments) -> Iterator[None]:
-    """The folder as this run's alone."""
+def opened(
+    folder: Path, record: RunRecord, stored: RunRecord | None, arguments: TrainingArguments, *, resume: bool
+) -> Iterator[None]:
+    """The folder as this run's alone; `stored`: the record of the run to continue."""
     with ExitStack() as stack:
         error: SubquadError | None = None
         if arguments.process_index == 0:
             try:
                 runs.writable_folder(folder)
                 stack.enter_context(locked(folder))
-                _prepare(folder, record, resume)
+                _prepare(folder, record, stored, resume)
             except SubquadError as refused:
                 error = refused
         runs.agreed(from_first(error))
@@ -212,13 +206,12 @@ def last_checkpoint(folder: Path, arguments: TrainingArguments) -> Path | None:
     return checkpoint
 
 
-def _prepare(folder: Path, record: RunRecord, resume: bool) -> None:
+def _prepare(folder: Path, record: RunRecord, stored: RunRecord | None, resume: bool) -> None:
     """Makes the folder a run's, or makes sure that it is this run's."""
-    path = folder / "run.json"
     sweep(folder)
     sweep(folder / "checkpoints")
-    if resume and path.exists():
-        runs.same_run(folder, RunRecord.load(path).differences(record))
+    if stored is not None:
+        runs.same_run(folder, stored.differences(record))
     else:
         runs.free_folder(folder, resume)
-        record.save(path)
+        record.save(folder)
