@@ -157,7 +157,9 @@ def test_a_run_that_was_begun_before(tmp_path: Path) -> None:
     write_record(record, stored)
     (tmp_path / "old" / "summary.json").unlink()  # not finished: the model is made again from the last checkpoint
     with OneWarning():
-        assert RunRecord.load(record).options == RUN
+        loaded = RunRecord.load(tmp_path / "old")
+        assert loaded is not None
+        assert loaded.options == RUN
         assert TrainOptions(attention_options=OLD).attention_options == NEW
         quiet_train(tmp_path / "old", RUN, resume=True)
     assert weights(tmp_path / "old") == weights(tmp_path / "whole")

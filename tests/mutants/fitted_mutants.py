@@ -108,6 +108,13 @@ FITTED = (
         "tests/test_former_names.py -k 'config or saved_before'",
     ),
     Mutant(
+        "runs keep a former name",
+        "training/options.py",
+        "current_options(self.attention_options)",
+        "self.attention_options",
+        "tests/test_former_names.py -k begun_before",
+    ),
+    Mutant(
         "a warning for every layer",
         "features/names.py",
         "@functools.cache  #",
