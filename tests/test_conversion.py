@@ -26,6 +26,7 @@ from transformers import (
 import subquad
 from subquad import errors
 from subquad.conversion import swap_attention
+from subquad.conversion.swap import module_scale, scaling
 from tiny_models import random_ids
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 23}
@@ -286,3 +287,10 @@ def test_weights_that_stay_packed_keep_their_mark() -> None:
     model.hf_quantizer = SimpleNamespace(quantization_config=config, packed_modules={"a": 1})
     swap_attention(model, "favor", num_features=8)
     assert model.hf_quantizer.quantization_config is config
+
+
+def test_the_usual_scale_of_a_module_that_names_none() -> None:
+    assert module_scale(SimpleNamespace(), 16) == 0.25
+    assert module_scale(SimpleNamespace(scaling=0.7), 16) == 0.7
+    assert scaling(SimpleNamespace(), 16) == {}
+    assert scaling(SimpleNamespace(scaling=0.7), 16) == {"scale": 0.7}

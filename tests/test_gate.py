@@ -71,7 +71,7 @@ def message(call: Callable[[], object], kind: type) -> str:
 def test_every_pointer_is_declared(structure: Any) -> None:
     pointers = {name for name, kind in structure._fields_ if kind in (ctypes.c_void_p, Array)}
     assert set(gate.FIELDS[structure]) == pointers
-    assert pointers == set(fill(structure, tensors_of(structure)).tensors)
+    assert pointers == set(fill(structure, tensors_of(structure)).tensors[0])
 
 
 def test_every_number_is_declared() -> None:

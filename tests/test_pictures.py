@@ -88,14 +88,16 @@ def head(error: float, near: float | None, verdict: str) -> HeadDiagnosis:
     return HeadDiagnosis(1.0, 1.0, -1.0, 1.0, 3 * error, error, 0.4, near, None, None, verdict)
 
 
-def diagnosis(*rows: list[HeadDiagnosis]) -> Diagnosis:
+def diagnosis(*rows: list[HeadDiagnosis], tolerance: float = 0.6) -> Diagnosis:
     names = [f"layers.{number}.attention" for number in range(len(rows))]
     made = zip(names, rows, strict=True)
-    return Diagnosis(0.6, 64, 1, tuple(LayerDiagnosis(n, True, "positive", 8, 4, 4, False, tuple(r)) for n, r in made))
+    layers = tuple(LayerDiagnosis(n, True, "positive", 8, 4, 4, False, tuple(r)) for n, r in made)
+    return Diagnosis(tolerance, 64, 1, layers)
 
 
 NARROW = diagnosis([head(0.1, 0.2, FINE), head(0.9, 0.8, CALIBRATE)], [head(0.5, None, SHARP)])
 WIDE = diagnosis([head(0.01 * n, 0.3, FINE) for n in range(9)], [head(0.2, 0.3, FINE)])
+STRICT = diagnosis([head(0.1, 0.2, FINE)], tolerance=0.2)  # colours still reach an error of 1
 MANY = diagnosis(*[[head(0.1, 0.2, FINE)] * 15] * 14)
 
 SPECTRUM = SpectrumResult(torch.linspace(0.2, 1, 8).expand(3, 2, 8) ** torch.tensor([[[1.0]], [[0.8]], [[0.5]]]), 1)
@@ -132,6 +134,7 @@ PICTURES: dict[str, Callable[[Path], object]] = {
     "spectrum": lambda folder: SPECTRUM.plot(folder / "a.png", title="a model"),
     "spectrum with control": lambda folder: SPECTRUM.plot(folder / "a.png", control=SPECTRUM),
     "diagnosis": lambda folder: NARROW.plot(folder / "a.png", title="a model"),
+    "diagnosis of one head": lambda folder: STRICT.plot(folder / "a.png"),
     "diagnosis of many heads": lambda folder: WIDE.plot(folder / "a.png"),
     "diagnosis of many layers": lambda folder: MANY.plot(folder / "a.png"),
     "losses": lambda folder: plot_losses(LOSSES, folder / "a.png", unigram=2.9, unit="residue"),

@@ -256,6 +256,13 @@ def test_modules_say_what_they_are() -> None:
     ],
 )
 def test_errors(options: dict, words: str) -> None:
+    """Of the function, and of the module, whose width and dilation are the constructor's."""
+    of_call = {name: value for name, value in options.items() if name.startswith("global")}
+    of_module = {"window": 8} | {name: value for name, value in options.items() if name not in of_call}
+    q, k, v = torch.randn(3, 2, 2, 9, 4)
     with pytest.raises(errors.SubquadError) as caught:
-        window_attention(*torch.randn(3, 2, 2, 9, 4), **options)
+        window_attention(q, k, v, **options)
+    assert words in str(caught.value)
+    with pytest.raises(errors.SubquadError) as caught:
+        WindowAttention(4, **of_module)(q, k, v, **of_call)
     assert words in str(caught.value)

@@ -337,4 +337,32 @@ DRAWN = (
         "(log_weight + top).exp()[:, :, None] * seen",
         tests("estimators", "large_keys"),
     ),
+    Mutant(
+        "colours of a strict diagnosis end at small errors",
+        "diagnostics/heat_maps.py",
+        "top = max(1.0, 2 * result.tolerance)",
+        "top = max(0.0, 2 * result.tolerance)",
+        tests("pictures", "diagnosis"),
+    ),
+    Mutant(
+        "the usual scale is another",
+        "conversion/swap.py",
+        'return getattr(module, "scaling", None) or head_dim**-0.5',
+        'return getattr(module, "scaling", None) or head_dim**-1.5',
+        tests("conversion", "usual_scale"),
+    ),
+    Mutant(
+        "a checkpoint that cannot be loaded says nothing",
+        "checks/runs.py",
+        'str(error).strip().partition("\\n")[0] or type(error).__name__',
+        'str(error).strip().partition("\\n")[1] or type(error).__name__',
+        tests("trainer", "why_a_checkpoint"),
+    ),
+    Mutant(
+        "the window module takes projections of global tokens that there are not",
+        "mechanisms/window.py",
+        "        window_checks.global_qkv(global_qkv, global_mask, q, k, v)\n",
+        "",
+        tests("window", "test_errors"),
+    ),
 )

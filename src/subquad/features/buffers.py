@@ -38,6 +38,10 @@ class LayerFeatures(Float32Buffers, ABC):
         """The same, with no more digits than inputs of `dtype` can use."""
         return self.feature_map
 
+    def feature_map_of_step(self, dtype: torch.dtype) -> "FeatureMap":
+        """The same for one token in float32 or less, by plain tensors on a CPU: as quickly as may be."""
+        return self.feature_map_for(dtype)
+
     @abstractmethod
     def reset_parameters(self) -> None:
         """As constructed."""

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from subquad.features import proposals
 from subquad.features.buffers import LayerFeatures
-from subquad.features.positive import FeatureMap, draw_rows, positive_map
+from subquad.features.positive import FeatureMap, draw_rows, positive_map, positive_map_of_step
 from subquad.features.proposals import Proposal
 
 PLAIN = ("positive", "hyperbolic", "trigonometric")  # rows are N(0, I)
@@ -59,6 +59,12 @@ class DrawnFeatures(LayerFeatures):
 
     def feature_map_for(self, dtype: torch.dtype) -> FeatureMap:
         return positive_map(self.weight, self.log_weight, dtype)
+
+    def feature_map_of_step(self, dtype: torch.dtype) -> FeatureMap:
+        weight, log_weight = self._buffers["weight"], self._buffers["log_weight"]  # attributes of modules are slow
+        if weight is None or log_weight is not None or not weight.is_cpu:
+            return self.feature_map_for(dtype)
+        return positive_map_of_step(weight)
 
     @property
     def proposal(self) -> Proposal | None:

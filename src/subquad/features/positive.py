@@ -9,6 +9,7 @@ and exp(x.y) is estimated by sum_r phi_r(x) psi_r(y). `rule` names s: "none", "n
 features), "groups" (minus the log-sum-exp within each of `groups` equal groups of features, learned maps).
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -47,6 +48,11 @@ class Rows(NamedTuple):
     log_weight: Tensor
 
 
+def _log_share(num_features: int) -> float:
+    """Of one feature in the mean over all."""
+    return -math.log(num_features)
+
+
 def positive_map(weight: Tensor, log_weight: Tensor | None = None, dtype: torch.dtype = torch.float64) -> FeatureMap:
     """The unbiased map whose rows are `weight` `[heads or 1, M, D]`, with weights `log_weight` `[heads or 1, M]`.
 
@@ -56,8 +62,20 @@ def positive_map(weight: Tensor, log_weight: Tensor | None = None, dtype: torch.
     heads, num_features, _ = weight.shape
     single = (log_weight is None and dtype != torch.float64) or weight.device.type == "mps"
     dtype = torch.float32 if single else torch.float64
-    bias = weight.new_full((heads, num_features), -math.log(num_features), dtype=dtype)
+    bias = weight.new_full((heads, num_features), _log_share(num_features), dtype=dtype)
     return FeatureMap(weight, weight, bias if log_weight is None else bias + log_weight)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_bias(heads: int, num_features: int) -> Tensor:
+    with torch.inference_mode(False):  # whoever comes first may be in it, and others may need gradients
+        return torch.full((heads, num_features), _log_share(num_features), dtype=torch.float32, device="cpu")
+
+
+def positive_map_of_step(weight: Tensor) -> FeatureMap:
+    """`positive_map` of rows without weights, for one token on a CPU: its bias is made once, not with every token."""
+    heads, num_features, _ = weight.shape
+    return FeatureMap(weight, weight, _kept_bias(heads, num_features))
 
 
 def draw_rows(

@@ -120,14 +120,14 @@ def plain_step(
     """One token more, if the C++ engine takes it and the state as they are; else None, and nothing happened."""
     if not takes_plain_step(options.backend, q, k, v, state, FavorState):
         return None
-    feature_map = features.feature_map_for(q.dtype)
+    feature_map = features.feature_map_of_step(q.dtype)
     if feature_map.query.shape[0] not in (1, k.shape[1]):
         return None
     try:
         out, new = native.step(q, k, v, feature_map, None, state, options)
     except SubquadError:
         return None
-    return out, FavorState(**new)
+    return out, FavorState(*map(new.__getitem__, FavorState._fields))
 
 
 def _extend_blocks(

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from subquad.checks import engine as checks
 from subquad.kernels.centre import LOW
 from subquad.kernels.cpu import gate, library
 from subquad.kernels.cpu.gate import TILE, Plan
-from subquad.kernels.cpu.library import DTYPES, Backward, Forward, Library, Problem, Step
+from subquad.kernels.cpu.library import DTYPES, KEPT, Backward, Forward, Library, Problem, Step
 from subquad.kernels.favor.inputs import FavorInputs
 from subquad.kernels.linear.inputs import LinearInputs
 from subquad.kernels.problem import Gradients, Outputs, Saved, keeps_low
@@ -19,6 +20,7 @@ from subquad.kernels.problem import Gradients, Outputs, Saved, keeps_low
 RULES = ("none", "norm", "groups")
 KINDS = ("exp", "elu1", "relu", "softplus", "relu2", "identity")
 Told = tuple[int, torch.Size, torch.Size, int, int]  # dtype, shapes of q and k, value dim, threads
+NEW = {name: f"new_{name}" for name in KEPT}  # where a tensor of a state goes that changes
 SMALLEST_SLICE = 16  # features: fewer would leave vectors half empty
 
 
@@ -190,11 +192,20 @@ def run_step(
     v: Tensor,
     root: float,
     maps: dict[str, Tensor | None],
-    fields: dict[str, Tensor | None],
-) -> Tensor:
-    """One token for every sequence. maps: of the feature map; fields: those of `Step` but the output, which is made."""
+    state: dict[str, Tensor | None],
+    changes: Callable[[], tuple[str, ...]],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One token for every sequence: the output, and new tensors for those of the state that it changes.
+
+    maps: of the feature map. state: the fields of `Step` that are read. changes: which of them change, asked when all
+    of them are known to be what they must be.
+    """
     given = plan.problem(root, True, q=dense_rows(q), k=dense_rows(k), v=dense_rows(v), **maps)
-    out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float32, device="cpu")
-    filled = plan.fill(Step(), out=out, **fields)
-    engine().step(ctypes.byref(given), ctypes.byref(filled))
-    return out if q.dtype is torch.float32 else out.to(q.dtype)
+    step = Step()
+    made = plan.fill_new(step, ("out",))
+    plan.fill(step, made, **state)
+    names = changes()
+    new = plan.fill_new(step, map(NEW.__getitem__, names))
+    engine().step(ctypes.byref(given), ctypes.byref(step))
+    out = made["out"]
+    return out if q.dtype is torch.float32 else out.to(q.dtype), dict(zip(names, new.values(), strict=True))

@@ -6,6 +6,7 @@ calls: a wrong tensor from Python must become an error, never a read or write ou
 
 import functools
 import math
+from collections.abc import Iterable, Mapping
 from ctypes import Structure
 from dataclasses import dataclass
 from typing import Any
@@ -78,10 +79,10 @@ NEEDED: dict[type[Structure], tuple[str, ...]] = {
     Problem: ("q", "k", "v"),
     Forward: ("out", "normaliser"),
     Backward: ("grad_out", "out", "normaliser", "borders_max", "borders_sum", "q", "k", "v"),
-    Step: ("length", "far_sum", "far_low", "out"),
+    Step: ("far_sum", "far_low", "out"),
 }
 NEEDED_BY_EXP = {Problem: ("query", "key", "key_bias"), Step: ("far_max",)}
-SINKS, BLOCKS = {"sink_k", "sink_v", "sink_seen"}, {"block_k", "block_v"}
+SINKS, BLOCKS = {"sink_k", "sink_v", "sink_seen", "length"}, {"block_k", "block_v", "length"}
 TOGETHER = {
     Problem: (("query", "key"), ("offset_weight", "offset_bias"), ("far_max", "far_sum")),
     Forward: (("borders_max", "borders_sum"), ("far_max", "far_sum")),
@@ -99,6 +100,12 @@ class _Pointer:
     number: int  # bytes of one
     bytes: int  # of all, if dense
     strides: tuple[int, ...]  # of rows, if dense
+    is_rows: bool
+    declared: tuple[str, tuple[int, ...]]  # kind and shape: what it takes to be right
+
+    def new(self) -> Tensor:
+        """One that needs no check."""
+        return torch.empty(self.shape, dtype=self.dtype, device="cpu")
 
     def to(self, tensor: Tensor) -> Array | int | None:
         """The address of a tensor, with its strides where those are free; null if there is nothing to read."""
@@ -111,8 +118,8 @@ class _Pointer:
         if tensor.shape != self.shape:
             raise checks.wrong_shape(OP, self.name, tensor, self.shape)
         if not self.bytes:
-            return Array() if self.kind == "rows" else None
-        address, dense, rows = tensor.data_ptr(), tensor.is_contiguous(), self.kind == "rows"
+            return Array() if self.is_rows else None
+        address, dense, rows = tensor.data_ptr(), tensor.is_contiguous(), self.is_rows
         if not (address and tensor.is_cpu and (dense or rows)) or address % self.number or tensor.is_neg():
             raise checks.unreadable(OP, self.name, tensor)
         if self.kind == "made":  # its storage is not asked for: autograd would copy gradients instead of taking them
@@ -173,28 +180,41 @@ class Plan:
             raise checks.missing(OP, "query")
         return given
 
-    def checked(self, structure: type[Structure], name: str, tensor: Tensor) -> Tensor:
-        """The tensor, which C++ could read."""
-        self._pointers[structure][name].to(tensor)
-        return tensor
+    def fill_new(self, structure: Structure, names: Iterable[str]) -> dict[str, Tensor]:
+        """Makes tensors for C++ to fill, which `structure` points to from now on; `fill` wants them, too."""
+        pointers, made = self._pointers[type(structure)], {}
+        for name in names:
+            made[name] = tensor = pointers[name].new()
+            setattr(structure, name, tensor.data_ptr() or None)
+        return made
 
-    def fill(self, structure: Structure, **tensors: Tensor | None) -> Any:
-        """`structure` with addresses of tensors, which it keeps alive."""
-        self._point(structure, tensors, self._needed[type(structure)])
+    def fill(self, structure: Structure, made: Mapping[str, Tensor] = {}, /, **tensors: Tensor | None) -> Any:
+        """`structure` with addresses of tensors, which it keeps alive. made: by `fill_new`."""
+        self._point(structure, tensors, self._needed[type(structure)], made)
         return structure
 
-    def _point(self, structure: Any, tensors: dict[str, Tensor | None], needed: tuple[str, ...]) -> None:
-        kind, given = type(structure), []
+    def _point(
+        self,
+        structure: Any,
+        tensors: dict[str, Tensor | None],
+        needed: tuple[str, ...],
+        made: Mapping[str, Tensor] = {},
+    ) -> None:
+        kind, given = type(structure), [*made]
         pointers = self._pointers[kind]
+        before = address = declared = None  # maps of queries and of keys are often one tensor
         for name, tensor in tensors.items():
             if tensor is not None:
-                setattr(structure, name, pointers[name].to(tensor))
+                pointer = pointers[name]
+                if tensor is not before or pointer.declared != declared:
+                    before, address, declared = tensor, pointer.to(tensor), pointer.declared
+                setattr(structure, name, address)
                 given.append(name)
         found = (kind, needed, *given)
         if found not in self._complete:
             _check_names(kind, given, needed)
             self._complete.add(found)
-        structure.tensors = tensors
+        structure.tensors = tensors, made
 
 
 def _check_names(kind: type[Structure], given: list[str], needed: tuple[str, ...]) -> None:
@@ -260,5 +280,15 @@ def _pointers(numbers: dict[str, int], fields: dict[str, str]) -> dict[str, _Poi
         _, heads, tokens, width = shape if kind == "rows" else (0,) * 4
         strides = (heads * tokens * width, tokens * width, width)
         number = dtypes[kind].itemsize
-        pointers[name] = _Pointer(name, dtypes[kind], shape, kind, number, count * number, strides)
+        pointers[name] = _Pointer(
+            name=name,
+            dtype=dtypes[kind],
+            shape=shape,
+            kind=kind,
+            number=number,
+            bytes=count * number,
+            strides=strides,
+            is_rows=kind == "rows",
+            declared=(kind, shape),
+        )
     return pointers

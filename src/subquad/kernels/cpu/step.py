@@ -8,6 +8,8 @@ from torch import Tensor
 from subquad import checks
 from subquad.kernels.cpu import library
 
+STRIDED = torch.strided
+
 
 def takes_plain_step(backend: str, q: Tensor, k: Tensor, v: Tensor, state: Any, kind: Any) -> bool:
     """Whether the C++ engine's gate alone can judge one token more: plain tensors of one, nothing to differentiate.
@@ -20,13 +22,10 @@ def takes_plain_step(backend: str, q: Tensor, k: Tensor, v: Tensor, state: Any, 
         return False
     if type(state) is not kind or len(state) != len(kind._fields) or checks.transformed() or checks.forward_mode():
         return False
-    if not all(map(_is_plain, (q, k, v, *state))):
-        return False
+    for tensor in (q, k, v, *state):  # a loop: calls would take longer than what they ask
+        if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not STRIDED or tensor.is_nested:
+            return False
     return q.dtype in library.DTYPES and q.dim() == k.dim() == v.dim() == 4 and _are_single_tokens(q, k)
-
-
-def _is_plain(tensor: Any) -> bool:
-    return type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _are_single_tokens(q: Tensor, k: Tensor) -> bool:

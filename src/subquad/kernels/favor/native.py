@@ -12,7 +12,7 @@ from subquad.features import FeatureMap
 from subquad.kernels.cpu import call, gate
 from subquad.kernels.cpu.call import KINDS, RULES, dense_rows, float32, make_plan, mask, parts_per_head
 from subquad.kernels.cpu.gate import Plan
-from subquad.kernels.cpu.library import KEPT, Problem, Step
+from subquad.kernels.cpu.library import KEPT, Problem
 from subquad.kernels.favor.inputs import MAP_TENSORS, FavorInputs, FavorOptions
 from subquad.kernels.problem import Gradients, Outputs, Saved
 
@@ -99,7 +99,6 @@ def _summed_like(tensor: Tensor, grad: Tensor) -> Tensor:
 
 # Decoding -------------------------------------------------------------------------------------------------------------
 
-NEW = {name: f"new_{name}" for name in KEPT}  # where a tensor goes that changes
 FAR, SINKS, BLOCKS = (tuple(n for n in KEPT if n.startswith(part)) for part in ("far", "sink", "block"))
 
 
@@ -114,17 +113,18 @@ def step(
     near, sinks = options.near, options.sinks
     numbers = map.num_features, map.query.shape[0], map.rule, map.groups, sinks, options.gaussian, near
     plan = call.step_plan(call.told_by(q, k, v), "exp", *numbers)
-    length = plan.checked(Step, "length", state.length.contiguous())
-    lengths = length.tolist()
-    checks.lengths(gate.OP, "length", lengths, MOST_TOKENS)
+    length = state.length.contiguous()
+
+    def changes() -> tuple[str, ...]:
+        lengths = length.tolist()
+        checks.lengths(gate.OP, "length", lengths, MOST_TOKENS)
+        return _changed(lengths, near, sinks)
+
     kept = {name: getattr(state, name).contiguous() for name in KEPT}
-    new = {name: torch.empty_like(kept[name]) for name in _changed(lengths, near, sinks)}
-    fields = {**kept, "length": length, "real": None if real is None else real.contiguous()}
-    for name, tensor in new.items():
-        fields[NEW[name]] = tensor
+    read = {**kept, "length": length, "real": None if real is None else real.contiguous()}
     maps = {name: float32(getattr(map, name)) for name in MAP_TENSORS}
-    out = call.run_step(plan, q, k, v, options.scale**0.5, maps, fields)
-    return out, {"length": state.length + (1 if real is None else real), **kept, **new}
+    out, new = call.run_step(plan, q, k, v, options.scale**0.5, maps, read, changes)
+    return out, {"length": length + (1 if real is None else real), **kept, **new}
 
 
 def _changed(length: Sequence[int], near: int, sinks: int) -> tuple[str, ...]:

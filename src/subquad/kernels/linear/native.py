@@ -1,6 +1,5 @@
 """Linear attention by the C++ engine: the interface of `linear/torch.py`, and one token of decoding."""
 
-import torch
 from torch import Tensor
 
 from subquad.kernels.cpu import call
@@ -80,15 +79,11 @@ def step(
     weight = float32(weight)
     map_heads = 1 if weight is None else weight.shape[0]
     plan = call.step_plan(call.told_by(q, k, v), options.feature_map, far_sum.shape[2], map_heads)
-    far_sum, far_low = far_sum.contiguous(), far_low.contiguous()
-    new_sum, new_low = torch.empty_like(far_sum), torch.empty_like(far_low)
-    fields = {
+    read = {
         "real": None if real is None else real.contiguous(),
-        "length": torch.zeros(q.shape[0], dtype=torch.int64, device="cpu"),  # it has no positions
-        "far_sum": far_sum,
-        "far_low": far_low,
-        "new_far_sum": new_sum,
-        "new_far_low": new_low,
+        "far_sum": far_sum.contiguous(),
+        "far_low": far_low.contiguous(),
     }
-    out = call.run_step(plan, q, k, v, options.root, {"query": weight, "key": weight}, fields)
-    return out, new_sum, new_low
+    maps = {"query": weight, "key": weight}
+    out, new = call.run_step(plan, q, k, v, options.root, maps, read, lambda: ("far_sum", "far_low"))
+    return out, new["far_sum"], new["far_low"]

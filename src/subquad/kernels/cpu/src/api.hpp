@@ -67,7 +67,7 @@ struct Kept {
 };
 struct Step {
   const uint8_t* real;    // [B], or null: all of them
-  const int64_t* length;  // [B] tokens before this one
+  const int64_t* length;  // [B] tokens before this one, or null where no position matters
   Kept before, after;
   float* out;             // [B, H, Dv]
 };

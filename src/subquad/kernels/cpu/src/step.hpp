@@ -10,7 +10,7 @@ class TokenStep {
  public:
   TokenStep(const View& view, const Step& step) : v(view), s(step), now_(step.before) {
     real_ = !s.real || s.real[v.b];
-    before_ = s.length[v.b];
+    before_ = s.length ? s.length[v.b] : 0;
     near_ = v.p.near_blocks ? v.p.block : 0;
     x_ = pool().take(v.D);
     y_ = pool().take(v.D);
