@@ -74,6 +74,18 @@ def test_every_pointer_is_declared(structure: Any) -> None:
     assert pointers == set(fill(structure, tensors_of(structure)).tensors[0])
 
 
+def test_one_tensor_for_two_pointers_is_checked_for_both() -> None:
+    """A map of queries and keys alike is looked at once; what is declared otherwise is not that."""
+    tensors = tensors_of(Problem)
+    query = tensors["query"]
+    given = fill(Problem, tensors | {"key": query})
+    assert given.query == given.key == query.data_ptr()
+    for other in ("key_bias", "offset_weight", "far_sum"):
+        pair = {name: tensor for name, tensor in tensors.items() if name not in ("query", other)}
+        with pytest.raises(errors.ShapeError, match=f"cpu engine: {other} must be "):
+            fill(Problem, pair | {"query": query, other: query})
+
+
 def test_every_number_is_declared() -> None:
     numbers = {name for name, kind, *_ in Problem._fields_ if kind in (ctypes.c_int32, ctypes.c_int64)}
     assert set(gate.NUMBERS) == numbers

@@ -283,4 +283,11 @@ GATES = (
         "q_place",
         gate("labels_of_windows"),
     ),
+    Mutant(
+        "gate: a tensor that was right once is right for every pointer",
+        GATE,
+        "if tensor is not before or pointer.declared != declared:",
+        "if tensor is not before:",
+        gate("one_tensor_for_two"),
+    ),
 )
