@@ -56,6 +56,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "sinusoidal": {"attention": "linear", "positions": "sinusoidal", "mlp": "plain", "tie_word_embeddings": False},
     "learned": {"attention": "favor", "positions": "learned", "max_position_embeddings": 64},
 }
+MIXTURES |= {
+    f"{name}-convolved": {**options, "short_conv": 3, "stir": True}
+    for name, options in MIXTURES.items()
+    if name.endswith("-narrow") or name in ("identity", "softmax", "linear", "favor-paper", "mixed", "reversible")
+}
+MIXTURES["normalised"] = {"attention": "favor", "attention_options": {"near": 4}, "short_conv": 2, "qk_norm": True}
 causal_models = pytest.mark.parametrize("options", MIXTURES.values(), ids=MIXTURES)
 
 
