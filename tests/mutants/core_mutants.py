@@ -19,7 +19,8 @@ DRAWS, POSITIVE, ELEMENTWISE = "features/draws.py", "features/positive.py", "fea
 LOGS, SCAN, PROBLEM = "kernels/favor/logs.py", "kernels/scan.py", "kernels/problem.py"
 SWEEP, FULL, FAVOR_PROBLEM = "kernels/favor/sweep.py", "kernels/favor/full.py", "kernels/favor/problem.py"
 LINEAR, OPS = "kernels/linear/torch.py", "kernels/operator.py"
-STATE, FAVOR = "mechanisms/favor_state.py", "mechanisms/favor.py"
+STATE, ATTEND = "mechanisms/favor_state.py", "mechanisms/favor_attend.py"
+EXACT = "kernels/favor/exact.py"
 
 CORE = (
     # random features
@@ -218,28 +219,28 @@ CORE = (
     ),
     Mutant(
         "near block looks ahead",
-        SWEEP,
-        "mask = mask & mask.new_ones(tile.block, tile.block).tril_()",
-        "mask = mask & mask.new_ones(tile.block, tile.block)",
+        EXACT,
+        "mask = mask & mask.new_ones(span.block, span.block).tril_()",
+        "mask = mask & mask.new_ones(span.block, span.block)",
         contract("favor-near and causal_means"),
     ),
     Mutant(
         "previous block forgotten",
-        SWEEP,
-        "for shift in self._neighbours(tile):\n            y.append",
-        "for shift in list(self._neighbours(tile))[1:]:\n            y.append",
+        EXACT,
+        "for shift in self._neighbours(span):\n            y.append",
+        "for shift in list(self._neighbours(span))[1:]:\n            y.append",
         contract("favor-near and forward_equals_reference"),
     ),
     Mutant(
         "sinks counted in the far field too",
-        FAVOR,
+        ATTEND,
         "alive = None if lengths is None and not sinks else (index >= sinks) & (index < total)",
         "alive = None if lengths is None and not sinks else (index >= 0) & (index < total)",
         contract("favor and forward_equals_reference"),
     ),
     Mutant(
         "sinks seen before they exist",
-        FAVOR,
+        ATTEND,
         "seen = (index + 1 if causal else total.expand(-1, length)).clamp(max=sinks) if sinks else None",
         "seen = total.expand(-1, length).clamp(max=sinks) if sinks else None",
         contract("favor and causal_means"),
@@ -268,7 +269,7 @@ CORE = (
     ),
     Mutant(
         "blocks counted in positions, not real tokens",
-        FAVOR,
+        ATTEND,
         "slots = slots_of(real_index(key_mask, k), key_mask, q.shape[2])",
         "slots = slots_of(torch.arange(k.shape[2])[None], key_mask, q.shape[2])",
         contract("favor-near and padding_changes"),
@@ -306,8 +307,8 @@ CORE = (
     Mutant(
         "the unfinished block is folded too",
         STATE,
-        "fold = alive & (slot // block <= current[:, None] - 2)",
-        "fold = alive & (slot // block <= current[:, None] - 1)",
+        "fold = alive & (slot // block < current[:, None] - reach)",
+        "fold = alive & (slot // block <= current[:, None] - reach)",
         contract("favor-near and extend_equals"),
     ),
     Mutant(
@@ -334,8 +335,8 @@ CORE = (
     Mutant(
         "exact logits rounded by the features' scalar",
         SWEEP,
-        ".sub_(log_normaliser[..., 1:]).exp_()",
-        ".sub_(log_normaliser[..., :1] + tile.scalar[..., None]).exp_()",
+        "self.exact.backward(tile.span, log_normaliser[..., 1:], grad, into)",
+        "self.exact.backward(tile.span, log_normaliser[..., :1] + tile.scalar[..., None], grad, into)",
         contract("favor and lopsided"),
     ),
     Mutant(

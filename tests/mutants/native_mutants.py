@@ -187,7 +187,7 @@ NATIVE = (
     ),
     Mutant(
         "torch's threads add up two gradients of all keys",
-        "mechanisms/favor.py",
+        "mechanisms/favor_attend.py",
         'masks, options = {"alive": alive,',
         'masks, options = {"sink_k": k[:, :, :sinks], "sink_v": v[:, :, :sinks], "alive": alive,',
         "tests/test_workers.py -k threads_of_torch",
