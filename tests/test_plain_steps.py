@@ -8,7 +8,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from subquad import FavorAttention, LinearAttention, Mechanism, checks
+from subquad import FavorAttention, LinearAttention, Mechanism
 from subquad.errors import SubquadError
 from subquad.kernels.cpu import library
 from subquad.mechanisms import favor_state, linear
@@ -48,7 +48,7 @@ def test_it_is_the_same(name: str, dtype: torch.dtype, monkeypatch: pytest.Monke
     call = one_token(mechanism, dtype)
     with torch.no_grad():
         with pytest.MonkeyPatch.context() as taken:  # the checks are not run, so it is taken
-            taken.setattr(checks, "extend", None)
+            taken.setattr(Mechanism, "check_extend", None)
             out, state = mechanism.extend(*call)
         the_long_way(monkeypatch)
         want, want_state = mechanism.extend(*call)

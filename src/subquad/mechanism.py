@@ -79,6 +79,40 @@ class Mechanism(nn.Module, ABC):
     def check_heads(self, q: Tensor, k: Tensor) -> None:
         """Raises if this mechanism was made for another number of heads, or for shorter sequences."""
 
+    def check_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None) -> None:
+        """Raises if `forward` cannot take these inputs; every `forward` begins with it."""
+        checks.qkv(self.name, q, k, v)
+        self._check_call(q, k, causal, key_mask)
+
+    def check_matrix(self, q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None, rows: Tensor | None) -> None:
+        """The same for `attention_matrix`, which takes no values."""
+        checks.qk(self.name, q, k)
+        self._check_call(q, k, causal, key_mask)
+        checks.rows(self.name, rows, q)
+
+    def check_extend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+        """The same for `extend`; its state is checked by what the mechanism declares of it (`checks/states.py`)."""
+        checks.qkv(self.name, q, k, v)
+        if not self.supports_state:
+            raise checks.cannot_extend(self.name)
+        checks.head_dim(self.name, self.head_dim, q)
+        checks.extend_lengths(self.name, q, k)
+        checks.key_mask(self.name, key_mask, k)
+        self.check_heads(q, k)
+
+    def _check_call(self, q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None) -> None:
+        """All but dtypes and shapes of the tensors themselves."""
+        checks.head_dim(self.name, self.head_dim, q)
+        if causal and not self.supports_causal:
+            raise checks.cannot_be_causal(self.name, self.why_not_causal)
+        checks.causal_lengths(self.name, causal, q, k)
+        if self.positional:
+            checks.self_attention(self.name, q, k, self.cross_attention_advice)
+        checks.key_mask(self.name, key_mask, k)
+        if self.mask_kinds == ("right",):
+            checks.right_padding(self.name, key_mask)
+        self.check_heads(q, k)
+
     @without_autocast
     def attention_matrix(
         self,
@@ -90,7 +124,7 @@ class Mechanism(nn.Module, ABC):
         rows: Tensor | None = None,
     ) -> Tensor:
         """The weights this mechanism implies, by its dense formula: `[B, H, T, S]`, or `[B, H, len(rows), S]`."""
-        checks.matrix(self, q, k, causal, key_mask, rows)
+        self.check_matrix(q, k, causal, key_mask, rows)
         rows = torch.arange(q.shape[2], device=q.device) if rows is None else rows
         keys = torch.arange(k.shape[2], device=q.device)
         seen = (keys <= rows[:, None] if causal else torch.ones_like(keys <= rows[:, None]))[None, None]

@@ -355,7 +355,7 @@ CORE = (
     ),
     Mutant(
         "forward mode is not refused",
-        "checks/__init__.py",
+        "checks/engine.py",
         "forward_ad.unpack_dual(tensor).tangent is not None",
         "False",
         "tests/test_errors.py -k 'transforms and dual'",

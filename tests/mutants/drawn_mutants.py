@@ -185,7 +185,7 @@ DRAWN = (
     ),
     Mutant(
         "proposals of any shape",
-        "checks/__init__.py",
+        "checks/features.py",
         '        if tensor.shape != shape:\n            raise ShapeError(f"favor: {name} of the proposal',
         '        if False:\n            raise ShapeError(f"favor: {name} of the proposal',
         tests("proposals", "do_not_fit"),

@@ -235,7 +235,7 @@ GATES = (
     Mutant("states: more tokens than are kept", STATES, "if value > most:", "if False:", gate("contradict")),
     Mutant(
         "states: features of another function",
-        "checks/__init__.py",
+        "checks/features.py",
         "if far_sum.shape[2] != features:",
         "if False:",
         gate("another_function"),

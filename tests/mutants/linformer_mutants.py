@@ -72,7 +72,7 @@ LINFORMERS = (
     ),
     Mutant(
         "linformer: padding on the left is let through",
-        "checks/__init__.py",
+        "checks/tensors.py",
         "late = mask[:, 1:] & ~mask[:, :-1]",
         "late = mask[:, 1:] & ~mask[:, 1:]",
         mechanism("word_for_word and (left or holes)"),

@@ -21,7 +21,7 @@ RECORDING = (
     Mutant(
         "what is thrown away is computed",
         LAYERS,
-        "checks.forward(mechanism, q, k, v, causal, key_mask)  # as",
+        "mechanism.check_forward(q, k, v, causal, key_mask)  # as",
         "original(q, k, v, causal=causal, key_mask=key_mask)  # as",
         recording("never_compute"),
     ),

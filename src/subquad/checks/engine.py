@@ -1,11 +1,13 @@
 """Tensors and numbers that cross into an engine: the torch operators, and the gate to the C++ engine."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
-from subquad import checks
+from subquad.checks.tensors import dense_layout, dtype_name, shape_of
 from subquad.errors import BackendError, ConfigError, DtypeError, ShapeError, SubquadError
 
 Size = int | str | tuple[int, ...]  # a size, a letter for any, or several that will do
@@ -13,7 +15,7 @@ Size = int | str | tuple[int, ...]  # a size, a letter for any, or several that 
 
 def tensor(op: str, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[Size]) -> None:
     """A tensor of one of the dtypes and of the shape. Sizes that are symbols of a traced graph are not looked at."""
-    checks.dense_layout(op, name, tensor)
+    dense_layout(op, name, tensor)
     if tensor.dtype not in dtypes:
         raise wrong_dtype(op, name, tensor, dtypes)
     if tensor.dim() != len(shape) or not all(map(_fits, tensor.shape, shape)):
@@ -54,17 +56,44 @@ def lengths(op: str, name: str, values: Sequence[int], limit: int) -> None:
             raise ShapeError(f"{op}: {name} counts tokens, so it must lie between 0 and {limit - 1}, got {value}")
 
 
+def no_transforms(*tensors: Tensor | None) -> None:
+    """The operators have gradients for torch.autograd; under other transforms torch would silently return zeros."""
+    if torch.compiler.is_compiling():
+        return
+    if transformed() or (forward_mode() and any(_is_dual(t) for t in tensors)):
+        raise BackendError(
+            "subquad: torch.func transforms (vmap, grad, jvp) and forward-mode derivatives are not supported by the "
+            "fast engine; fold a mapped dimension into the batch, use torch.autograd.grad, or mechanism.reference(...)"
+        )
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func is at work."""
+    functorch: Any = getattr(torch._C, "_functorch", None)
+    return functorch is not None and functorch.peek_interpreter_stack() is not None
+
+
+def forward_mode() -> bool:
+    """Whether forward-mode derivatives are being taken: no tensor has any outside of that. If torch does not say
+    (the name is its own), they might be."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def _is_dual(tensor: Tensor | None) -> bool:
+    return tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
+
+
 # Errors to raise ------------------------------------------------------------------------------------------------------
 
 
 def wrong_dtype(op: str, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> DtypeError:
-    wanted = " or ".join(checks.dtype_name(dtype) for dtype in dtypes)
-    return DtypeError(f"{op}: {name} must be {wanted}, got {checks.dtype_name(tensor.dtype)}")
+    wanted = " or ".join(dtype_name(dtype) for dtype in dtypes)
+    return DtypeError(f"{op}: {name} must be {wanted}, got {dtype_name(tensor.dtype)}")
 
 
 def wrong_shape(op: str, name: str, tensor: Tensor, shape: Sequence[Size]) -> ShapeError:
     sizes = (" or ".join(map(str, size)) if isinstance(size, tuple) else str(size) for size in shape)
-    return ShapeError(f"{op}: {name} must be [{', '.join(sizes)}], got {checks.shape_of(tensor)}")
+    return ShapeError(f"{op}: {name} must be [{', '.join(sizes)}], got {shape_of(tensor)}")
 
 
 def unreadable(op: str, name: str, tensor: Tensor) -> SubquadError:
@@ -95,7 +124,7 @@ def missing(op: str, name: str) -> ShapeError:
 
 
 def empty(op: str, name: str, tensor: Tensor) -> ShapeError:
-    return ShapeError(f"{op}: {name} must have no empty dimension, got {checks.shape_of(tensor)}")
+    return ShapeError(f"{op}: {name} must have no empty dimension, got {shape_of(tensor)}")
 
 
 def ungrouped(op: str, heads: int, key_heads: int) -> ShapeError:
@@ -120,3 +149,21 @@ def too_large(op: str, what: str, count: int, limit: int) -> ShapeError:
 
 def no_engine(reason: str) -> BackendError:
     return BackendError(f"cpu engine: cannot be used: {reason}; use backend='torch'")
+
+
+def engine_cannot(op: str, backend: str, reason: str) -> ConfigError:
+    return ConfigError(f"{op}: backend={backend!r} cannot be used: {reason}; backend='auto' falls back to torch")
+
+
+def engine_failed(*, no_memory: bool) -> BackendError:
+    cause = "there is not enough memory" if no_memory else "of an unexpected error"
+    return BackendError(
+        f"subquad: the native engine stopped because {cause}; use fewer or shorter sequences, or backend='torch'"
+    )
+
+
+def no_double_backward() -> BackendError:
+    return BackendError(
+        "subquad: second derivatives are not implemented in the fast engine; "
+        "differentiate mechanism.reference(...) twice"
+    )

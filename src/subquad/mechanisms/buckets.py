@@ -96,7 +96,7 @@ class BucketMechanism(RandomFeatures, Mechanism):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
     ) -> Tensor:
-        checks.forward(self, q, k, v, causal, key_mask)
+        self.check_forward(q, k, v, causal, key_mask)
         q, k, v = without_masked(key_mask, q, k, v)
         return self._attend(q, k, v, self.buckets(q), self.buckets(k), causal, key_mask)
 
@@ -123,7 +123,7 @@ class BucketMechanism(RandomFeatures, Mechanism):
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        checks.extend(self, q, k, v, key_mask)
+        self.check_extend(q, k, v, key_mask)
         sizes = bucket_state.Sizes(self.rounds, self.num_buckets, self.bucket_size)
         past = None if state is None else self._checked(state, sizes, k, v)
         q, k, v = without_masked(key_mask, q, k, v)

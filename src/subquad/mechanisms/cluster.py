@@ -186,7 +186,7 @@ class ClusterAttention(BucketMechanism):
     ) -> Tensor:
         if self.weight is None:
             return super().forward(q, k, v, causal=causal, key_mask=key_mask)
-        checks.forward(self, q, k, v, causal, key_mask)
+        self.check_forward(q, k, v, causal, key_mask)
         return self._by_features(q, k, v, causal, key_mask, None)[0]
 
     @without_autocast
@@ -195,7 +195,7 @@ class ClusterAttention(BucketMechanism):
     ) -> tuple[Tensor, State]:
         if self.weight is None:
             return super().extend(q, k, v, state, key_mask=key_mask)
-        checks.extend(self, q, k, v, key_mask)
+        self.check_extend(q, k, v, key_mask)
         past = None if state is None else states.state(self.name, state, FieldState, self._fields(k, v), k)
         return self._by_features(q, k, v, True, key_mask, past)
 

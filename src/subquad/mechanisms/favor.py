@@ -264,7 +264,7 @@ class FavorAttention(RandomFeatures, Mechanism):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
     ) -> Tensor:
-        checks.forward(self, q, k, v, causal, key_mask)
+        self.check_forward(q, k, v, causal, key_mask)
         if self.trigonometric:
             k, v = map_heads(self.feature_map, q, k, v)
             return self._trigonometric(q, k, v, key_mask, None, causal)[0]
@@ -280,7 +280,7 @@ class FavorAttention(RandomFeatures, Mechanism):
             done = favor_state.plain_step(options, q, k, v, self.features, state)
             if done is not None:
                 return done
-        checks.extend(self, q, k, v, key_mask)
+        self.check_extend(q, k, v, key_mask)
         dtype = v.dtype
         feature_map = self.features.feature_map_for(dtype)
         q, k, v = self._turned(q, k, v)

@@ -41,7 +41,7 @@ class IdentityAttention(Mechanism):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
     ) -> Tensor:
-        checks.forward(self, q, k, v, causal, key_mask)
+        self.check_forward(q, k, v, causal, key_mask)
         out = repeat_heads(v, q.shape[1])
         return out.clone() if key_mask is None else out.masked_fill(~key_mask[:, None, :, None], 0)
 
@@ -52,7 +52,7 @@ class IdentityAttention(Mechanism):
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, IdentityState]:
-        checks.extend(self, q, k, v, key_mask)
+        self.check_extend(q, k, v, key_mask)
         past = states.state(self.name, state, IdentityState, {"length": states.counted(q.shape[0])}, k).length
         new = q.shape[2] if key_mask is None else key_mask.sum(-1)
         return self(q, k, v, causal=True, key_mask=key_mask), IdentityState(past + new)

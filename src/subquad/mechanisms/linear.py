@@ -278,7 +278,7 @@ class LinearAttention(RandomFeatures, Mechanism):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
     ) -> Tensor:
-        checks.forward(self, q, k, v, causal, key_mask)
+        self.check_forward(q, k, v, causal, key_mask)
         return self._phi.attend(q, k, v, causal, key_mask, None)[0]
 
     @without_autocast
@@ -287,7 +287,7 @@ class LinearAttention(RandomFeatures, Mechanism):
     ) -> tuple[Tensor, LinearState]:
         if key_mask is None and (done := self._plain_step(q, k, v, state)):
             return done
-        checks.extend(self, q, k, v, key_mask)
+        self.check_extend(q, k, v, key_mask)
         phi = self._phi
         past = self._checked_state(phi, k, v, state)
         if q.shape[2] == 1:

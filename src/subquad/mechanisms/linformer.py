@@ -207,7 +207,7 @@ class LinformerAttention(RandomFeatures, Mechanism):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
     ) -> Tensor:
-        checks.forward(self, q, k, v, causal, key_mask)
+        self.check_forward(q, k, v, causal, key_mask)
         k, v = (_real_only(x, key_mask) for x in (k, v))
         if self.kernel == "linear":
             return self._linear(q, k, v, key_mask)

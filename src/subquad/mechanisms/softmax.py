@@ -87,7 +87,7 @@ class SoftmaxAttention(Mechanism):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
     ) -> Tensor:
-        checks.forward(self, q, k, v, causal, key_mask)
+        self.check_forward(q, k, v, causal, key_mask)
         return softmax_attention(q, k, v, causal=causal, key_mask=key_mask, scale=self.scale)
 
     def dense_weights(self, q: Tensor, k: Tensor, seen: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class SoftmaxAttention(Mechanism):
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, SoftmaxState]:
-        checks.extend(self, q, k, v, key_mask)
+        self.check_extend(q, k, v, key_mask)
         mask = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
         state = SoftmaxState(*self._with_past(k, v, mask, state))
         new, total = q.shape[2], state.k.shape[2]

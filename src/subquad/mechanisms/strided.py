@@ -124,7 +124,7 @@ class StridedAttention(Mechanism):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
     ) -> Tensor:
-        checks.forward(self, q, k, v, causal, key_mask)
+        self.check_forward(q, k, v, causal, key_mask)
         return _run(self.options, q, k, v, causal, key_mask)
 
     def dense_weights(self, q: Tensor, k: Tensor, seen: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class StridedAttention(Mechanism):
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, StridedState | FixedState]:
-        checks.extend(self, q, k, v, key_mask)
+        self.check_extend(q, k, v, key_mask)
         kind = FixedState if self.options.summary else StridedState
         fields = strided_state.fields(self.options, k, v)
         past = states.state(self.name, state, kind, fields, k)

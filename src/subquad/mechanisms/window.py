@@ -265,7 +265,7 @@ class WindowAttention(Mechanism):
         global_mask: Tensor | None = None,
         global_qkv: QKV | None = None,
     ) -> Tensor:
-        checks.forward(self, q, k, v, causal, key_mask)
+        self.check_forward(q, k, v, causal, key_mask)
         window_checks.global_mask(global_mask, k)
         window_checks.global_qkv(global_qkv, global_mask, q, k, v)
         return _attend(self.options, q, k, v, causal, key_mask, global_mask, global_qkv)
@@ -284,7 +284,7 @@ class WindowAttention(Mechanism):
         global_mask: Tensor | None = None,
     ) -> Tensor:
         """The weights, `[B, H, T, T]` or `[B, H, len(rows), T]`."""
-        checks.matrix(self, q, k, causal, key_mask, rows)
+        self.check_matrix(q, k, causal, key_mask, rows)
         window_checks.global_mask(global_mask, k)
         rows = torch.arange(q.shape[2], device=q.device) if rows is None else rows
         index = real_index(key_mask, k)
@@ -334,7 +334,7 @@ class WindowAttention(Mechanism):
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, WindowState]:
-        checks.extend(self, q, k, v, key_mask)
+        self.check_extend(q, k, v, key_mask)
         past = self._past(k, v, state)
         length, new = past.length[:, None], k.shape[2]
         count = torch.full_like(length, new) if key_mask is None else key_mask.sum(-1, keepdim=True)

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from subquad import checks
 from subquad.mechanism import Mechanism
 from subquad.recording.calls import Call, Layer, Observe
 
@@ -63,7 +62,7 @@ def _observed(layer: Layer, mechanism: Mechanism, original: Forward, observe: Ob
     ) -> Tensor:
         output = None
         if exact:
-            checks.forward(mechanism, q, k, v, causal, key_mask)  # as the layer itself does
+            mechanism.check_forward(q, k, v, causal, key_mask)  # as the layer itself does
         else:
             output = original(q, k, v, causal=causal, key_mask=key_mask, **options)
         scale, gaussian = _kernel(mechanism, q)
