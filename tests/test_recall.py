@@ -147,9 +147,9 @@ def test_means_have_standard_errors_over_seeds() -> None:
 
 
 def test_a_model_learns_and_is_the_same_for_the_same_seed() -> None:
-    plan = Plan(keys=4, length=48, steps=60, seeds=1, tests=16, shape=Shape(hidden=32, features=16, near=4))
+    plan = Plan(keys=4, length=48, steps=120, seeds=1, tests=16, shape=Shape(hidden=32, features=16, near=4))
     (first,), (again,) = ([*measure(plan, [ROWS["softmax"]])] for _ in range(2))
-    assert first.near > 0.6
+    assert first.near > 0.5  # a guess is right in .25
     assert (first.near, first.far) == (again.near, again.far) or math.isnan(first.far)
 
 
@@ -158,7 +158,7 @@ def test_a_model_learns_and_is_the_same_for_the_same_seed() -> None:
 
 @tasks
 def test_every_row_of_every_task(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    size = ["--keys", "4", "--length", "128", "--steps", "2", "--seeds", "2", "--also-at", "160"]
+    size = ["--keys", "4", "--length", "160", "--steps", "2", "--seeds", "2", "--also-at", "192"]
     rows = [] if name == "recall" else ["--rows", "window,favor,gla,softmax"]
     assert main(["bench", "recall", "--task", name, *size, *rows, "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "recall.json").read_text())
@@ -168,7 +168,7 @@ def test_every_row_of_every_task(name: str, tmp_path: Path, capsys: pytest.Captu
     assert (tmp_path / "recall.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert all(row in printed for row in names)
-    assert "at 160" in printed
+    assert "at 192" in printed
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_every_row_of_every_task(name: str, tmp_path: Path, capsys: pytest.Captu
             "bench recall: recall with 64 keys needs at least 128 tokens, got length 100",
         ),
         (["--also-at", "8"], "bench recall: recall with 64 keys needs at least 128 tokens, got length 8"),
-        (["--seeds", "0"], "--seeds: must be a whole number of at least 1, got 0"),
+        (["--seeds", "0"], "--seeds: must be at least 1, got 0"),
     ],
 )
 def test_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import mean, stdev
 
 import torch
 import torch.nn.functional as F
@@ -113,15 +112,16 @@ def accuracies(model: SubquadForCausalLM, task: Task, count: int) -> tuple[float
 
 @dataclass(frozen=True)
 class Mean:
-    """Over seeds, with its standard error (NaN for one seed)."""
+    """Over seeds, with its standard error (NaN for one seed; both NaN where nothing was asked)."""
 
     value: float
     error: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Mean":
-        error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-        return cls(mean(values), error)
+        count, value = len(values), sum(values) / len(values)
+        error = math.sqrt(sum((x - value) ** 2 for x in values) / (count - 1) / count) if count > 1 else math.nan
+        return cls(value, error)
 
 
 def worth(results: Sequence[Result], row: str) -> float | None:
