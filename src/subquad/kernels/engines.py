@@ -83,8 +83,6 @@ ENGINES: dict[str, Engine] = {
             devices=("cpu",),
             dtypes=tuple(library.DTYPES),
             signed=False,
-            reach=False,
-            without_far=False,
             missing=library.PROBLEM,
         ),
         Engine("torch", {"favor": favor_torch, "linear": linear_torch}),

@@ -133,7 +133,7 @@ def plain_step(
     options: FavorOptions, q: Tensor, k: Tensor, v: Tensor, features: LayerFeatures, state: State | None
 ) -> tuple[Tensor, FavorState] | None:
     """One token more, if the C++ engine takes it and the state as they are; else None, and nothing happened."""
-    if options.reach > 1 or not options.far or not takes_plain_step(options.backend, q, k, v, state, FavorState):
+    if not takes_plain_step(options.backend, q, k, v, state, FavorState):
         return None
     feature_map = features.feature_map_of_step(q.dtype)
     if feature_map.query.shape[0] not in (1, k.shape[1]):
