@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_means_have_standard_errors_over_seeds() -> None:
 
 def test_a_model_learns_and_is_the_same_for_the_same_seed() -> None:
     plan = Plan(keys=4, length=48, steps=120, seeds=1, tests=16, shape=Shape(hidden=32, features=16, near=4))
-    (first,), (again,) = ([*measure(plan, [ROWS["softmax"]])] for _ in range(2))
+    (first,), (again,) = ([*measure(plan, [(ROWS["softmax"], 0)])] for _ in range(2))
     assert first.near > 0.5  # a guess is right in .25
     assert (first.near, first.far) == (again.near, again.far) or math.isnan(first.far)
 
@@ -169,6 +170,21 @@ def test_every_row_of_every_task(name: str, tmp_path: Path, capsys: pytest.Captu
     printed = capsys.readouterr().out
     assert all(row in printed for row in names)
     assert "at 192" in printed
+
+
+def test_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[int] = []
+    monkeypatch.setattr(sys.modules["subquad.bench.recall.measure"], "train", lambda *a: trained.append(a[3]) or 0.1)
+    command = ["bench", "recall", "--keys", "4", "--length", "64", "--steps", "2", "--output", str(tmp_path)]
+    for rows, seeds, wanted in (("favor", 2, [0, 1]), ("favor,softmax", 2, [0, 1]), ("favor,softmax", 2, [])):
+        trained.clear()
+        assert main([*command, "--rows", rows, "--seeds", str(seeds)]) == 0
+        assert trained == wanted
+    assert len(json.loads((tmp_path / "recall.json").read_text())["results"]) == 4
+    (tmp_path / "recall.json").write_text("{")
+    assert main([*command, "--rows", "favor", "--seeds", "2"]) == 0
+    assert main([*command, "--rows", "favor", "--seeds", "1"]) == 0  # another plan
+    assert trained == [0, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Short convolutions: the definition, padding, pieces, and models that have them."""
 
+import json
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from subquad import errors, reorder_state, state_bytes
+from subquad.models import SubquadConfig
 from subquad.nn import Context, LayerState, SelfAttention, ShortConvolution, short_convolution
 from subquad.testing import assert_close
 from tiny_models import make, random_ids
@@ -192,8 +194,22 @@ def test_learned_sizes_are_the_root_mean_squares_of_queries_and_keys() -> None:
         assert_close(x.square().mean(-1).sqrt()[0], torch.tensor(sizes).double()[:, None].expand(2, 6), 1e-6)
 
 
-def test_new_models_have_no_convolutions_that_old_ones_lack() -> None:
-    assert not any("short_conv" in name or "_size" in name for name in make(attention="favor").state_dict())
+def test_models_saved_before_there_were_convolutions_have_none(tmp_path: Any) -> None:
+    model, ids = make(attention="favor", short_conv=0), random_ids(1, 20)
+    assert not any("short_conv" in name or "_size" in name for name in model.state_dict())
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config.pop("short_conv") == 0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = type(model).from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert again.config.short_conv == 0
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_files_say_the_width_even_if_it_is_the_default(tmp_path: Any) -> None:
+    SubquadConfig().save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["short_conv"] == 4
+    assert SubquadConfig.from_pretrained(tmp_path).short_conv == 4
 
 
 def test_saved_models_come_back(tmp_path: Any) -> None:

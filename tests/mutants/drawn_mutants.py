@@ -135,10 +135,10 @@ DRAWN = (
         tests("measure", "take_turns"),
     ),
     Mutant(
-        "the demonstration compares exact with favor the wrong way round",
+        "the demonstration prefers favor to a window that does better",
         "cli/demo.py",
-        "100 * (favor / exact - 1)",
-        "100 * (exact / favor - 1)",
+        'if gains["window"] >= best:',
+        'if gains["window"] > 2 * best:',
         tests("demo", "verdict"),
     ),
     Mutant(

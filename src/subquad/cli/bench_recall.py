@@ -52,7 +52,8 @@ def recall(
 
     Every table has its controls: no attention (identity), the near blocks and sinks of favor alone (near-only), a
     window of the same memory as favor (window), and exact attention (softmax). What the far field is worth is
-    (row - window) / (softmax - window). All rows take about half an hour on two cores.
+    (row - window) / (softmax - window). All rows take about half an hour on two cores; interrupted, the same command
+    goes on.
     """
     from subquad.bench.recall import ROWS, TASKS, Plan
     from subquad.bench.recall.rows import Shape
@@ -84,24 +85,51 @@ def recall(
 def _run(plan: "Plan", names: tuple[str, ...], output: Path) -> None:
     from rich.console import Console
 
-    from subquad.bench.recall import ROWS, measure
     from subquad.bench.recall.plot import plot_recall
-    from subquad.cli.common import progress_bar, quiet
 
-    quiet()
-    results: list[Result] = []
-    with progress_bar(f"{plan.task}: training", len(names) * plan.seeds * plan.steps) as progress:
-        for result in measure(plan, [ROWS[name] for name in names], progress):
-            results.append(result)
-            _save(plan, results, output / "recall.json")
+    results = measured(plan, names, output)
     plot_recall(plan, results, output / "recall.png")
     console = Console()
     console.print(recall_table(plan, results))
     console.print(f"numbers and picture: {printable(str(output))}", highlight=False, markup=False)
 
 
+def measured(plan: "Plan", names: tuple[str, ...], output: Path) -> "list[Result]":
+    """Results of the rows, kept in the folder; those that an earlier run of the same plan left there are taken."""
+    from subquad.bench.recall import ROWS, measure
+    from subquad.cli.common import progress_bar, quiet
+
+    quiet()
+    path = output / "recall.json"
+    results = [result for result in _kept(plan, path) if result.row in names]
+    done = {(result.row, result.seed) for result in results}
+    todo = [(ROWS[name], seed) for name in names for seed in range(plan.seeds) if (name, seed) not in done]
+    with progress_bar(f"{plan.task}: training", len(todo) * plan.steps) as progress:
+        for result in measure(plan, todo, progress):
+            results.append(result)
+            _save(plan, results, path)
+    return sorted(results, key=lambda result: (names.index(result.row), result.seed))
+
+
+def _kept(plan: "Plan", path: Path) -> "list[Result]":
+    """Of the same plan and the same source; a damaged file has none."""
+    from subquad.bench.recall import Result
+    from subquad.bench.records import machine
+
+    try:
+        report = json.loads(path.read_text())
+        same = (
+            report["plan"] == json.loads(json.dumps(asdict(plan)))
+            and report["machine"]["commit"] == machine()["commit"]
+        )
+        found = report["results"] if same else []
+        return [Result(**{**r, "elsewhere": {int(n): far for n, far in r["elsewhere"].items()}}) for r in found]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
 def _save(plan: "Plan", results: "list[Result]", path: Path) -> None:
-    """After every model: a long run that is stopped leaves what it has."""
+    """After every model: a long run that is stopped goes on from there."""
     from subquad.bench.records import machine
 
     report = {"machine": machine(), "plan": asdict(plan), "results": [asdict(result) for result in results]}

@@ -75,7 +75,7 @@ class SubquadConfig(PreTrainedConfig):
     causal: bool | None = None
     reversible: bool = False
     shared_qk: bool = False
-    short_conv: int = 0
+    short_conv: int = 4
     qk_norm: bool = False
     domain: str | None = None
     image_shape: list[int] | None = None
@@ -105,6 +105,15 @@ class SubquadConfig(PreTrainedConfig):
         for name in {self.layer_attention(layer)[0] for layer in range(self.num_hidden_layers)}:
             checks.mechanism_name(name, tuple(mechanism.name for mechanism in MECHANISMS))
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Models saved before there were short convolutions have none; files always say it since."""
+        return super().from_dict({"short_conv": 0, **config_dict}, **kwargs)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What is written to config.json: what differs from the defaults, and `short_conv`."""
+        return {**super().to_diff_dict(), "short_conv": self.short_conv}
 
     @property
     def name(self) -> str:

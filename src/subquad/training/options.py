@@ -85,7 +85,7 @@ class TrainOptions:
     dropout: Annotated[float, Option("Dropout of residual branches.", MODEL)] = 0.0
     reversible: Annotated[bool, Option("Rebuild activations in backward instead of keeping them.", MODEL)] = False
     shared_qk: Annotated[bool, Option("Keys are the normalised queries, as in a Reformer.", MODEL)] = False
-    short_conv: Annotated[int, Option("Taps of convolutions over neighbouring tokens; 0 for none.", MODEL)] = 0
+    short_conv: Annotated[int, Option("Taps of convolutions over neighbouring tokens; 0 for none.", MODEL)] = 4
     qk_norm: Annotated[bool, Option("Queries and keys get a learned size, one per head.", MODEL)] = False
     gradient_checkpointing: Annotated[bool, Option("Recompute each layer in backward to save memory.", MODEL)] = False
     initializer_range: float = 0.05
@@ -187,7 +187,8 @@ class RunRecord:
             return None
         stored = read_record(path)
         with runs.readable_record(path):
-            return cls(**{**stored, "options": TrainOptions(**stored["options"])})
+            options = {"short_conv": 0, **stored["options"]}  # runs begun before there were short convolutions
+            return cls(**{**stored, "options": TrainOptions(**options)})
 
     def differences(self, other: "RunRecord") -> list[str]:
         """`name: ours -> theirs` for everything that must be equal to continue a run."""

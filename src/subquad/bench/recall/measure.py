@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -51,11 +51,12 @@ class Result:
     state: int
 
 
-def measure(plan: Plan, rows: Sequence[Row], progress: Callable[[int], object] = lambda _: None) -> Iterator[Result]:
-    """A result as soon as it is there. `progress` is told of every training step."""
-    for row in rows:
-        for seed in range(plan.seeds):
-            yield _measure_one(plan, row, seed, progress)
+def measure(
+    plan: Plan, rows: Iterable[tuple[Row, int]], progress: Callable[[int], object] = lambda _: None
+) -> Iterator[Result]:
+    """Of rows and seeds, each as soon as it is there. `progress` is told of every training step."""
+    for row, seed in rows:
+        yield _measure_one(plan, row, seed, progress)
 
 
 def _measure_one(plan: Plan, row: Row, seed: int, progress: Callable[[int], object]) -> Result:
