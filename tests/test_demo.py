@@ -50,17 +50,18 @@ def rows_of(table: Any) -> list[list[str]]:
 
 def test_the_table() -> None:
     table = _table(RESULTS, COSTS)
-    assert [column.justify for column in table.columns] == ["left"] + 5 * ["right"]
+    assert [column.justify for column in table.columns] == ["left"] + 4 * ["right"]
+    assert table.title == "residues by their frequency alone: perplexity 20.000, accuracy 9.88 %"
     assert rows_of(table) == [
-        ["", "unigram", "identity", "window", "softmax", "favor"],
-        ["held-out perplexity", "20.000", "19.000", "15.900", "16.000", "16.400"],
-        ["held-out accuracy", "9.88 %", "19.00 %", "15.90 %", "16.00 %", "16.40 %"],
-        ["seconds per step", "", "0.100", "0.300", "0.800", "0.500"],
-        ["peak memory, training", "", "1.0 MB", "2.0 MB", "2,345.7 MB", "unknown"],
-        ["decoding at 1,024", "", "", "", "500 tokens/s", "1,000 tokens/s"],
-        ["cache at 1,024", "", "", "", "1.0 MB", "0.2 MB"],
-        ["decoding at 16,384", "", "", "", "50 tokens/s", "833 tokens/s"],
-        ["cache at 16,384", "", "", "", "16.0 MB", "0.2 MB"],
+        ["", "identity", "window", "softmax", "favor"],
+        ["held-out perplexity", "19.000", "15.900", "16.000", "16.400"],
+        ["held-out accuracy", "19.00 %", "15.90 %", "16.00 %", "16.40 %"],
+        ["seconds per step", "0.100", "0.300", "0.800", "0.500"],
+        ["peak memory, training", "1.0 MB", "2.0 MB", "2,345.7 MB", "unknown"],
+        ["tokens/s at 1,024", "", "", "500", "1,000"],
+        ["cache at 1,024", "", "", "1.0 MB", "0.2 MB"],
+        ["tokens/s at 16,384", "", "", "50", "833"],
+        ["cache at 16,384", "", "", "16.0 MB", "0.2 MB"],
     ]
 
 
@@ -73,7 +74,7 @@ def test_the_verdict() -> None:
     )
     resumed = {**RESULTS, "softmax": {**RESULTS["softmax"], "seconds_per_step": None}}
     assert "training step" not in _verdict(resumed, COSTS)
-    assert rows_of(_table(resumed, COSTS))[3] == ["seconds per step", "", "0.100", "0.300", "unknown", "0.500"]
+    assert rows_of(_table(resumed, COSTS))[3] == ["seconds per step", "0.100", "0.300", "unknown", "0.500"]
     worse = {**RESULTS, "window": {**RESULTS["window"], "metrics": {"eval_perplexity": 18.0, "eval_accuracy": 0.1}}}
     assert _verdict(worse, COSTS).splitlines()[1] == "From beyond the window come 10.0 % of perplexity."
 

@@ -137,28 +137,23 @@ def _decode(folder: Path) -> "list[DecodeCost]":
 def _table(results: dict[str, Any], costs: "dict[str, list[DecodeCost]]") -> "Table":
     from rich.table import Table
 
-    table = Table("", "unigram", *results)
+    first = next(iter(results.values()))
+    table = Table("", *results, title_justify="left")
+    table.title = (
+        f"residues by their frequency alone: perplexity {math.exp(first['unigram_loss']):.3f}, "
+        f"accuracy {100 * first['unigram_accuracy']:.2f} %"
+    )
     for column in table.columns[1:]:
         column.justify = "right"
-    first = next(iter(results.values()))
     metrics = [result["metrics"] for result in results.values()]
-    table.add_row(
-        "held-out perplexity",
-        f"{math.exp(first['unigram_loss']):.3f}",
-        *(f"{m['eval_perplexity']:.3f}" for m in metrics),
-    )
-    table.add_row(
-        "held-out accuracy",
-        f"{100 * first['unigram_accuracy']:.2f} %",
-        *(f"{100 * m['eval_accuracy']:.2f} %" for m in metrics),
-    )
-    table.add_row("seconds per step", "", *(_seconds(result["seconds_per_step"]) for result in results.values()))
-    table.add_row("peak memory, training", "", *(_megabytes(result["peak_memory"]) for result in results.values()))
+    table.add_row("held-out perplexity", *(f"{m['eval_perplexity']:.3f}" for m in metrics))
+    table.add_row("held-out accuracy", *(f"{100 * m['eval_accuracy']:.2f} %" for m in metrics))
+    table.add_row("seconds per step", *(_seconds(result["seconds_per_step"]) for result in results.values()))
+    table.add_row("peak memory, training", *(_megabytes(result["peak_memory"]) for result in results.values()))
     for place, context in enumerate(CONTEXTS):
         rows = [costs[name][place] if name in costs else None for name in results]
-        speeds = (f"{row.tokens_per_second:,.0f} tokens/s" if row else "" for row in rows)
-        table.add_row(f"decoding at {context:,}", "", *speeds)
-        table.add_row(f"cache at {context:,}", "", *(_megabytes(row.cache_bytes) if row else "" for row in rows))
+        table.add_row(f"tokens/s at {context:,}", *(f"{row.tokens_per_second:,.0f}" if row else "" for row in rows))
+        table.add_row(f"cache at {context:,}", *(_megabytes(row.cache_bytes) if row else "" for row in rows))
     return table
 
 
