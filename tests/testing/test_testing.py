@@ -432,7 +432,7 @@ def cases() -> Iterator[str]:
 
 def test_its_cases_are_frozen() -> None:
     """Fewer lengths, other masks or smaller numbers would weaken it, and nobody would see. Other torch, other draws:
-    `python tests/test_broken_mechanisms.py` writes the file anew."""
+    `python tests/testing/test_testing.py` writes the file anew."""
     assert list(cases()) == CASES.read_text().splitlines()
 
 

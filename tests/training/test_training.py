@@ -33,7 +33,7 @@ from subquad.training.muon import MuonAdamW, orthogonalised, split_parameters
 from subquad.training.options import RunRecord
 from subquad.training.setup import build_model
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 SHORT = replace(OPTIONS, steps=6, save_every=2, eval_every=6, log_every=1)
 KINDS = {
     "favor": SHORT,

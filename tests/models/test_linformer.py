@@ -199,7 +199,7 @@ def test_scripts_in_miniature(tmp_path: Path) -> None:
         "linformer_kernels": ["--length", "64", "--rank", "16", "--repeats", "1", "--skip-exact"],
     }
     for name, arguments in small.items():
-        script = Path(__file__).parent.parent / "benchmarks" / f"{name}.py"
+        script = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
         command = [sys.executable, str(script), *arguments, "--output", str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

@@ -354,7 +354,7 @@ def test_the_generic_engine_computes_the_same() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads the sanitizers' library")
 def test_no_bad_memory_access_and_no_undefined_behaviour(tmp_path: Path) -> None:
     """The kernels under AddressSanitizer and UndefinedBehaviorSanitizer."""
-    root, environment = Path(__file__).parent.parent, sanitized_environment(tmp_path)
+    root, environment = Path(__file__).parents[2], sanitized_environment(tmp_path)
     done = subprocess.run(
         [sys.executable, str(root / "tests" / "sanitized.py")],
         env=environment,

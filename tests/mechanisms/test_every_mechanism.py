@@ -22,7 +22,7 @@ from subquad.models import SubquadForCausalLM
 from subquad.testing import assert_close
 from tiny_models import NARROW
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NAMES = [m.name for m in MECHANISMS]
 CAUSAL = [m.name for m in MECHANISMS if m.supports_state]
 MODELS: dict[str, dict[str, Any]] = {

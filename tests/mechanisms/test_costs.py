@@ -1,7 +1,7 @@
 """What the torch engines do, counted: operations and multiplications of every mechanism, frozen in `costs.txt`.
 
-Tiles, blocks and what is read twice change no result, so no other test notices them. `python tests/test_costs.py`
-writes the file anew; look at the difference before you commit it.
+Tiles, blocks and what is read twice change no result, so no other test notices them.
+`python tests/mechanisms/test_costs.py` writes the file anew; look at the difference before you commit it.
 """
 
 import sys

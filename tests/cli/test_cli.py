@@ -95,7 +95,7 @@ def test_help_shows_an_example_that_parses(command: list[str], capsys: pytest.Ca
 
 
 def test_every_command_is_documented() -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
     for command in [
         *(getattr(c.callback, "__name__", "") for c in app.registered_commands),
         "train protein",
