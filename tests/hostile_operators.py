@@ -72,8 +72,10 @@ class Operators(Dice):
             "chunk": rng.choice((0, 3, 100)),
             "borders": True,
             "backend": rng.choice(("cpu", "torch")),
+            "reach": rng.choice((1, 1, 2, 7, 1000)) if near else 1,
+            "far": rng.random() < 0.8 or not (near or sinks),
         }
-        if not options["causal"]:
+        if not options["causal"] or not options["far"]:
             tensors |= {"far_max": None, "far_sum": None}
         self._run_operator("favor", tensors, options)
 

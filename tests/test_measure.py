@@ -36,7 +36,7 @@ def test_calls_take_turns_and_the_first_of_each_does_not_count(clock: Clock) -> 
 
 
 def test_the_cost_of_one_more_token(clock: Clock) -> None:
-    model, ids = make(attention="softmax", dtype=torch.float32), random_ids(12)
+    model, ids = make(attention="softmax", dtype=torch.float32, short_conv=0), random_ids(12)
     asked: list[tuple[list[int], int]] = []
 
     def told(input_ids: torch.Tensor, past_key_values: Any = None, use_cache: bool = False) -> Any:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from subquad.models import SubquadConfig, SubquadForCausalLM
+from subquad.nn import ShortConvolution
 
 SMALL: dict[str, Any] = {
     "vocab_size": 23,
@@ -45,9 +46,16 @@ TINY_RUN = (
 )
 
 
-def make(kind: Any = SubquadForCausalLM, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+def make(
+    kind: Any = SubquadForCausalLM, dtype: torch.dtype = torch.float64, *, stir: bool = False, **options: Any
+) -> Any:
+    """stir: convolutions that are not the identity, which new ones are."""
     torch.manual_seed(0)
-    return kind(SubquadConfig(**{**SMALL, "num_hidden_layers": 2, **options})).to(dtype).eval()
+    model = kind(SubquadConfig(**{**SMALL, "num_hidden_layers": 2, **options})).to(dtype).eval()
+    for module in model.modules():
+        if stir and isinstance(module, ShortConvolution):
+            module.weight.data += 0.05 * torch.randn_like(module.weight)
+    return model
 
 
 def random_ids(*shape: int) -> Tensor:

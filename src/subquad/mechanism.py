@@ -13,7 +13,7 @@ from subquad.kernels.precision import without_autocast
 
 # What `extend` carries from call to call: a NamedTuple of tensors, batch first in every one of them.
 State = tuple[Tensor, ...]
-SomeState = TypeVar("SomeState", bound=State)
+SomeState = TypeVar("SomeState", bound=tuple)
 
 
 class Mechanism(nn.Module, ABC):
@@ -172,13 +172,13 @@ class RandomFeatures(Float32Buffers, ABC):
 
 
 def reorder_state(state: SomeState, index: Tensor) -> SomeState:
-    """The state of the sequences `index` (beam search, dropping finished sequences)."""
-    return type(state)(*(tensor[index] for tensor in state))
+    """The state of the sequences `index` (beam search, dropping finished sequences); of a layer, too."""
+    return type(state)(*(part[index] if isinstance(part, Tensor) else reorder_state(part, index) for part in state))
 
 
-def state_bytes(state: State) -> int:
-    """Memory that a state holds."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in state)
+def state_bytes(state: tuple) -> int:
+    """Memory that a state holds; of a layer's, too."""
+    return sum(part.nbytes if isinstance(part, Tensor) else state_bytes(part) for part in state)
 
 
 # What dense definitions share -----------------------------------------------------------------------------------------

@@ -111,7 +111,10 @@ def test_the_matrix_is_the_layers() -> None:
             return block(inputs_embeds, context)
 
     (matrix,) = attention_matrices(Model(), {"inputs_embeds": x})
-    q, k, v = block.attention._heads(block.attention_norm(x), context)
+    calls: list[Tensor] = []
+    block.attention.mechanism.register_forward_pre_hook(lambda _, inputs: calls.extend(inputs))
+    block(x, context)
+    q, k, v = calls
     want = block.attention.mechanism(q, k, v, causal=True)
     assert torch.allclose(matrix @ v[0].repeat_interleave(2, 0), want[0])
 

@@ -73,6 +73,22 @@ class PerQueryHead(NativeFavor):
         "favor-near": lambda: NativeFavor(D, 16, near=5, sinks=0, estimator="hyperbolic", backend="cpu"),
         "favor-more-sinks-than-near": lambda: NativeFavor(D, 16, near=4, sinks=9, num_heads=3, backend="cpu"),
         "favor-all-near": lambda: NativeFavor(D, 16, near=200, sinks=1, backend="cpu"),
+        "favor-reach": lambda: NativeFavor(D, 16, near=3, reach=4, sinks=2, backend="cpu"),
+        "favor-reach-alone": lambda: NativeFavor(
+            D, 16, near=1, reach=5, sinks=0, kernel="gaussian", num_heads=2, backend="cpu"
+        ),
+        "favor-reach-past-the-end": lambda: NativeFavor(D, 16, near=8, reach=30, sinks=9, backend="cpu"),
+        "favor-reach-chunk": lambda: NativeFavor(D, 16, near=2, reach=3, sinks=0, chunk=5, backend="cpu"),
+        "favor-reach-whole-vectors": lambda: NativeFavor(16, 48, near=4, reach=2, sinks=2, backend="cpu"),
+        "favor-reach-per-query-head": lambda: PerQueryHead(D, 16, near=4, reach=2, sinks=7, num_heads=4, backend="cpu"),
+        "favor-reach-hedgehog": lambda: fitted(
+            NativeFavor, D, 16, estimator="hedgehog", near=4, reach=3, sinks=2, num_heads=2, backend="cpu"
+        ),
+        "favor-window": lambda: NativeFavor(D, 16, near=4, reach=3, sinks=2, far=False, backend="cpu"),
+        "favor-window-gaussian": lambda: NativeFavor(
+            D, 16, near=8, sinks=2, far=False, kernel="gaussian", backend="cpu"
+        ),
+        "favor-sinks-alone": lambda: NativeFavor(D, 16, near=0, sinks=3, far=False, backend="cpu"),
         "favor-gaussian": lambda: NativeFavor(D, 16, near=8, sinks=2, kernel="gaussian", backend="cpu"),
         "favor-gaussian-paper": lambda: NativeFavor(
             D, 16, near=0, sinks=0, kernel="gaussian", scale=0.5, backend="cpu"
@@ -112,6 +128,10 @@ def assert_engines_agree(attention: Mechanism, length: int, *, causal: bool, siz
 CUT = {
     "favor": lambda: FavorAttention(20, 100, near=16, sinks=3),
     "favor-long-blocks": lambda: FavorAttention(20, 100, near=150, sinks=0, kernel="gaussian"),
+    "favor-reach": lambda: FavorAttention(20, 100, near=16, reach=5, sinks=3),
+    "favor-reach-long-blocks": lambda: FavorAttention(20, 100, near=70, reach=2, sinks=0, kernel="gaussian"),
+    "favor-window": lambda: FavorAttention(20, 100, near=10, reach=3, sinks=3, far=False),
+    "favor-sinks-alone": lambda: FavorAttention(20, 100, near=0, sinks=3, far=False),
     "favor-paper": lambda: FavorAttention(20, 100, near=0, sinks=0, num_heads=1),
     "favor-sinks": lambda: FavorAttention(20, 100, near=0, sinks=5, num_heads=1),
     "linear": lambda: LinearAttention(66),
@@ -133,7 +153,7 @@ def test_parts_of_a_head_sum_up(name: str, count: int, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-@pytest.mark.parametrize("name", ["favor", "favor-paper", "linear"])
+@pytest.mark.parametrize("name", ["favor", "favor-reach", "favor-window", "favor-paper", "linear"])
 def test_parts_of_a_head_meet_more_than_once(name: str, causal: bool) -> None:
     """Longer than the tokens between two meetings, and than those between two borders, by an odd number."""
     with threads(3):

@@ -1,6 +1,6 @@
 """Every mechanism, in the configurations that take different paths, against the whole contract.
 
-The torch engine in all precisions; `test_native.py` does the same for the C++ engine.
+The torch engine in all precisions; `kernels/test_cpu.py` does the same for the C++ engine.
 """
 
 import torch
@@ -46,6 +46,25 @@ class PerQueryHead(FavorAttention):
         "favor-near": lambda: FavorAttention(D, 16, backend="torch", near=5, sinks=0, estimator="hyperbolic"),
         "favor-more-sinks-than-near": lambda: FavorAttention(D, 16, backend="torch", near=4, sinks=9, num_heads=3),
         "favor-all-near": lambda: FavorAttention(D, 16, backend="torch", near=200, sinks=1),
+        "favor-reach": lambda: FavorAttention(D, 16, backend="torch", near=3, reach=4, sinks=2),
+        "favor-reach-alone": lambda: FavorAttention(
+            D, 16, backend="torch", near=1, reach=5, sinks=0, kernel="gaussian", num_heads=2
+        ),
+        "favor-reach-past-the-end": lambda: FavorAttention(D, 16, backend="torch", near=8, reach=30, sinks=9),
+        "favor-reach-per-query-head": lambda: PerQueryHead(
+            D, 16, backend="torch", near=4, reach=2, sinks=7, num_heads=4
+        ),
+        "favor-reach-hedgehog": lambda: fitted(
+            FavorAttention, D, 16, estimator="hedgehog", backend="torch", near=4, reach=3, sinks=2, num_heads=2
+        ),
+        "favor-window": lambda: FavorAttention(D, 16, backend="torch", near=4, reach=3, sinks=2, far=False),
+        "favor-window-gaussian": lambda: FavorAttention(
+            D, 16, backend="torch", near=7, sinks=0, far=False, kernel="gaussian"
+        ),
+        "favor-sinks-alone": lambda: FavorAttention(D, 16, backend="torch", near=0, sinks=3, far=False),
+        "favor-window-hedgehog": lambda: fitted(
+            PerQueryHead, D, 16, estimator="hedgehog", backend="torch", near=4, sinks=1, num_heads=4, far=False
+        ),
         "favor-gaussian": lambda: FavorAttention(D, 16, backend="torch", near=8, sinks=2, kernel="gaussian"),
         "favor-gaussian-paper": lambda: FavorAttention(
             D, 16, backend="torch", near=0, sinks=0, kernel="gaussian", scale=0.5

@@ -131,7 +131,7 @@ def test_the_longest_sequence_that_is_all_exact(near: int, sinks: int, causal: b
     for length in (1, *range(2, 25)):
         places = torch.arange(length)[None]
         far = ~attention.exact_pairs(places, places)[0, 0]
-        assert bool((far.tril() if causal else far).any()) == (length > all_exact(near, sinks, causal))
+        assert bool((far.tril() if causal else far).any()) == (length > all_exact(attention.options, causal))
 
 
 # The command ----------------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ CHECKS = (
     Mutant(
         "calibrate: sequences with sinks beyond the near blocks are thought to have a far field",
         "checks/calibration.py",
-        "return (sinks // near + 2) * near if causal else",
-        "return max(2 * near, sinks) if causal else",
+        "return (sinks // near + reach + 1) * near if causal else",
+        "return max((reach + 1) * near, sinks) if causal else",
         "tests/models/test_calibrated.py -k 'all_exact'",
     ),
     # checks/data.py

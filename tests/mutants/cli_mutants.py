@@ -56,10 +56,10 @@ CLI = (
     ),
     # cli/demo.py
     Mutant(
-        "the demonstration compares exact with favor the wrong way round",
+        "the demonstration prefers favor to a window that does better",
         "cli/demo.py",
-        "100 * (favor / exact - 1)",
-        "100 * (exact / favor - 1)",
+        'if gains["window"] >= best:',
+        'if gains["window"] > 2 * best:',
         "tests/cli/test_demo.py -k 'verdict'",
     ),
     Mutant(

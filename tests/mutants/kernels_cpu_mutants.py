@@ -198,8 +198,8 @@ KERNELS_CPU = (
     Mutant(
         "a row gives its gradient to the next token",
         "kernels/cpu/src/backward.hpp",
-        "hide_rows(score, s - j * PANEL), hide_rows(grad, s - j * PANEL);",
-        "hide_rows(score, s - j * PANEL - 1), hide_rows(grad, s - j * PANEL - 1);",
+        "triangle_.hide(score, keys.from + s, j), triangle_.hide(grad, keys.from + s, j);",
+        "triangle_.hide(score, keys.from + s - 1, j), triangle_.hide(grad, keys.from + s - 1, j);",
         "tests/kernels/test_cpu.py -k 'linear and gradients_equal'",
     ),
     Mutant(
@@ -242,8 +242,8 @@ KERNELS_CPU = (
     Mutant(
         "a near block sees the next token",
         "kernels/cpu/src/exact.hpp",
-        "const int earlier = std::min(e - offset - j * PANEL, PANEL);",
-        "const int earlier = std::min(e - offset - j * PANEL - 1, PANEL);",
+        "const long first = v.p.causal ? token : (block - v.p.reach) * near, end",
+        "const long first = v.p.causal ? token - 1 : (block - v.p.reach) * near, end",
         "tests/kernels/test_cpu.py -k 'favor-near and causal_means_causal or favor-near and forward_equals'",
     ),
     # kernels/cpu/src/features.hpp
@@ -315,8 +315,8 @@ KERNELS_CPU = (
     Mutant(
         "the own block sees the next token",
         "kernels/cpu/src/forward.hpp",
-        "hide_rows(x, s - j * PANEL);",
-        "hide_rows(x, s - j * PANEL - 1);",
+        "if (kind == TOKENS) return hide_rows(scores, s - j * PANEL);",
+        "if (kind == TOKENS) return hide_rows(scores, s - j * PANEL - 1);",
         "tests/kernels/test_cpu.py -k 'paper and causal_means_causal or paper and forward_equals'",
     ),
     Mutant(
@@ -407,8 +407,8 @@ KERNELS_CPU = (
     Mutant(
         "gradients of two sweeps do not add up",
         "kernels/cpu/src/run_backward.hpp",
-        "return p.slices > 1 || (p.near_blocks && !p.causal);",
-        "return p.slices > 1;",
+        "return p.slices > 1 || (p.near_blocks && !p.causal) || View::folds_copies(p) || !p.far;",
+        "return p.slices > 1 || View::folds_copies(p) || !p.far;",
         "tests/kernels/test_cpu.py -k 'favor and gradients_equal'",
     ),
     Mutant(

@@ -3,6 +3,21 @@
 from mutant import Mutant
 
 KERNELS_FAVOR = (
+    # kernels/favor/exact.py
+    Mutant(
+        "near block looks ahead",
+        "kernels/favor/exact.py",
+        "mask = mask & mask.new_ones(span.block, span.block).tril_()",
+        "mask = mask & mask.new_ones(span.block, span.block)",
+        "tests/mechanisms/test_contract.py -k 'favor-near and causal_means'",
+    ),
+    Mutant(
+        "previous block forgotten",
+        "kernels/favor/exact.py",
+        "for shift in self._neighbours(span):\n            y.append",
+        "for shift in list(self._neighbours(span))[1:]:\n            y.append",
+        "tests/mechanisms/test_contract.py -k 'favor-near and forward_equals_reference'",
+    ),
     # kernels/favor/logs.py
     Mutant(
         "norm term of the keys dropped",
@@ -145,24 +160,10 @@ KERNELS_FAVOR = (
         "tests/mechanisms/test_contract.py -k 'favor-near and forward_equals_reference'",
     ),
     Mutant(
-        "near block looks ahead",
-        "kernels/favor/sweep.py",
-        "mask = mask & mask.new_ones(tile.block, tile.block).tril_()",
-        "mask = mask & mask.new_ones(tile.block, tile.block)",
-        "tests/mechanisms/test_contract.py -k 'favor-near and causal_means'",
-    ),
-    Mutant(
-        "previous block forgotten",
-        "kernels/favor/sweep.py",
-        "for shift in self._neighbours(tile):\n            y.append",
-        "for shift in list(self._neighbours(tile))[1:]:\n            y.append",
-        "tests/mechanisms/test_contract.py -k 'favor-near and forward_equals_reference'",
-    ),
-    Mutant(
         "exact logits rounded by the features' scalar",
         "kernels/favor/sweep.py",
-        ".sub_(log_normaliser[..., 1:]).exp_()",
-        ".sub_(log_normaliser[..., :1] + tile.scalar[..., None]).exp_()",
+        "self.exact.backward(tile.span, log_normaliser[..., 1:], grad, into)",
+        "self.exact.backward(tile.span, log_normaliser[..., :1] + tile.scalar[..., None], grad, into)",
         "tests/mechanisms/test_contract.py -k 'favor and lopsided'",
     ),
     Mutant(

@@ -129,39 +129,11 @@ MECHANISMS = (
     ),
     # mechanisms/favor.py
     Mutant(
-        "sinks counted in the far field too",
-        "mechanisms/favor.py",
-        "alive = None if lengths is None and not sinks else (index >= sinks) & (index < total)",
-        "alive = None if lengths is None and not sinks else (index >= 0) & (index < total)",
-        "tests/mechanisms/test_contract.py -k 'favor and forward_equals_reference'",
-    ),
-    Mutant(
-        "sinks seen before they exist",
-        "mechanisms/favor.py",
-        "seen = (index + 1 if causal else total.expand(-1, length)).clamp(max=sinks) if sinks else None",
-        "seen = total.expand(-1, length).clamp(max=sinks) if sinks else None",
-        "tests/mechanisms/test_contract.py -k 'favor and causal_means'",
-    ),
-    Mutant(
-        "blocks counted in positions, not real tokens",
-        "mechanisms/favor.py",
-        "slots = slots_of(real_index(key_mask, k), key_mask, q.shape[2])",
-        "slots = slots_of(torch.arange(k.shape[2])[None], key_mask, q.shape[2])",
-        "tests/mechanisms/test_contract.py -k 'favor-near and padding_changes'",
-    ),
-    Mutant(
         "features changed by halves",
         "mechanisms/favor.py",
         '        checks.count(self.name, "num_features", num_features)\n        common',
         "        self.num_features = num_features\n        common",
         "tests/calibration/test_calibration.py -k 'whole_or_not'",
-    ),
-    Mutant(
-        "torch's threads add up two gradients of all keys",
-        "mechanisms/favor.py",
-        'masks, options = {"alive": alive,',
-        'masks, options = {"sink_k": k[:, :, :sinks], "sink_v": v[:, :, :sinks], "alive": alive,',
-        "tests/kernels/cpu/test_workers.py -k threads_of_torch",
     ),
     Mutant(
         "trigonometric weights overflow",
@@ -170,12 +142,41 @@ MECHANISMS = (
         "(log_weight + top).exp()[:, :, None] * seen",
         "tests/features/test_features.py -k 'large_keys'",
     ),
+    # mechanisms/favor_attend.py
+    Mutant(
+        "sinks counted in the far field too",
+        "mechanisms/favor_attend.py",
+        "alive = None if lengths is None and not sinks else (index >= sinks) & (index < total)",
+        "alive = None if lengths is None and not sinks else (index >= 0) & (index < total)",
+        "tests/mechanisms/test_contract.py -k 'favor and forward_equals_reference'",
+    ),
+    Mutant(
+        "sinks seen before they exist",
+        "mechanisms/favor_attend.py",
+        "seen = (index + 1 if causal else total.expand(-1, length)).clamp(max=sinks) if sinks else None",
+        "seen = total.expand(-1, length).clamp(max=sinks) if sinks else None",
+        "tests/mechanisms/test_contract.py -k 'favor and causal_means'",
+    ),
+    Mutant(
+        "blocks counted in positions, not real tokens",
+        "mechanisms/favor_attend.py",
+        "slots = slots_of(real_index(key_mask, k), key_mask, q.shape[2])",
+        "slots = slots_of(torch.arange(k.shape[2])[None], key_mask, q.shape[2])",
+        "tests/mechanisms/test_contract.py -k 'favor-near and padding_changes'",
+    ),
+    Mutant(
+        "torch's threads add up two gradients of all keys",
+        "mechanisms/favor_attend.py",
+        'masks, options = {"alive": alive,',
+        'masks, options = {"sink_k": k[:, :, :sinks], "sink_v": v[:, :, :sinks], "alive": alive,',
+        "tests/kernels/cpu/test_workers.py -k threads_of_torch",
+    ),
     # mechanisms/favor_state.py
     Mutant(
         "the unfinished block is folded too",
         "mechanisms/favor_state.py",
-        "fold = alive & (slot // block <= current[:, None] - 2)",
-        "fold = alive & (slot // block <= current[:, None] - 1)",
+        "fold = alive & (slot // block < current[:, None] - reach)",
+        "fold = alive & (slot // block <= current[:, None] - reach)",
         "tests/mechanisms/test_contract.py -k 'favor-near and extend_equals'",
     ),
     Mutant(

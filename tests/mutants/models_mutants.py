@@ -14,7 +14,7 @@ MODELS = (
     Mutant(
         "beams are not reordered",
         "models/cache.py",
-        "self.state = reorder_state(self.state, beam_idx.to(self.state[0].device))",
+        "self.state = reorder_state(self.state, beam_idx.to(self.state[-1].device))",
         "pass",
         "tests/models/test_models.py -k 'generation_with_cache or repeats_and_selects'",
     ),

@@ -27,7 +27,7 @@ from subquad.training import TrainOptions, make_samples, model_folder, run, trai
 from subquad.training import files as files_module
 from subquad.training.callbacks import WatchFeatures, feature_seed
 from subquad.training.checkpoints import checkpoints, newest
-from subquad.training.files import damage, verify
+from subquad.training.files import damage, read_record, verify, write_record
 from subquad.training.metrics import MetricsFile, plot_losses, token_statistics
 from subquad.training.muon import MuonAdamW, orthogonalised, split_parameters
 from subquad.training.options import RunRecord
@@ -429,6 +429,17 @@ def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     assert message_of(lambda: quiet_train(tmp_path, replace(SHORT, steps=1), resume=True), tmp_path) == (
         "FOLDER: was begun with other settings (processes: 2 -> 1); resume with those of the run, or begin another"
     )
+
+
+def test_runs_begun_before_there_were_short_convolutions_have_none(tmp_path: Path) -> None:
+    without = replace(SHORT, steps=1, short_conv=0)
+    quiet_train(tmp_path, without)
+    stored = read_record(tmp_path / "run.json")
+    del stored["options"]["short_conv"]
+    write_record(tmp_path / "run.json", stored)
+    record = RunRecord.load(tmp_path)
+    assert record is not None
+    assert record.options == without
 
 
 def test_damaged_checkpoints_are_seen(tmp_path: Path) -> None:

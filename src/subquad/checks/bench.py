@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from subquad.checks import choice, needs
+from subquad.checks import choice, count, needs
 from subquad.errors import ConfigError, DataError
 
 
@@ -54,6 +54,14 @@ def enough_text(author: str, found: int, wanted: int, *, more: bool) -> None:
 def gguf_installed() -> None:
     with needs("gguf", "smollm2"):
         import gguf  # noqa: F401 - only whether it is there
+
+
+def recall_size(task: str, keys: Any, length: Any, least: int) -> None:
+    """How much a memory task has to hold, and in how many tokens."""
+    count(f"bench recall: {task}", "keys", keys)
+    count(f"bench recall: {task}", "length", length)
+    if length < least:
+        raise ConfigError(f"bench recall: {task} with {keys} keys needs at least {least} tokens, got length {length}")
 
 
 # Of the command -------------------------------------------------------------------------------------------------------

@@ -43,11 +43,16 @@ def favor_layers(model: Any, layers: int) -> None:
 
 def far_pairs(mechanism: Any, heads: Sequence[Any]) -> None:
     """Some query must have keys that are left to the features."""
-    near, sinks = mechanism.options.near, mechanism.options.sinks
-    longest = max(h.k.shape[2] if h.key_mask is None else int(h.key_mask.sum(-1).max()) for h in heads)
-    if longest <= all_exact(near, sinks, heads[0].causal):
+    near, reach, sinks = mechanism.options.near, mechanism.options.reach, mechanism.options.sinks
+    if not mechanism.options.far:
         raise ConfigError(
-            f"calibrate: with near={near} and sinks={sinks} a sequence of {longest} tokens is all exact, "
+            "calibrate: far=False has no far field, and features that nothing reads; set far = True first"
+        )
+    longest = max(h.k.shape[2] if h.key_mask is None else int(h.key_mask.sum(-1).max()) for h in heads)
+    if longest <= all_exact(mechanism.options, heads[0].causal):
+        blocks = f"near={near}" if reach == 1 else f"near={near}, reach={reach}"
+        raise ConfigError(
+            f"calibrate: with {blocks} and sinks={sinks} a sequence of {longest} tokens is all exact, "
             "there is nothing to estimate; give longer sequences"
         )
 
@@ -69,11 +74,12 @@ def finite(parameters: Sequence[Tensor]) -> None:
         )
 
 
-def all_exact(near: int, sinks: int, causal: bool) -> int:
-    """Tokens of the longest sequence in which no pair is left to the features."""
+def all_exact(options: Any, causal: bool) -> int:
+    """Tokens of the longest sequence in which no pair is left to the features. options: of the mechanism."""
+    near, reach, sinks = options.near, options.reach, options.sinks
     if not near:
         return sinks
-    return (sinks // near + 2) * near if causal else max(2 * near, sinks)
+    return (sinks // near + reach + 1) * near if causal else max((reach + 1) * near, sinks)
 
 
 def reached(given: Any, reports: Sequence[Any]) -> None:

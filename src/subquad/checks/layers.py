@@ -1,12 +1,14 @@
 """Checks of `subquad.nn`."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from subquad.checks import count, shape_of
-from subquad.errors import ConfigError, MaskError, ShapeError
+from subquad.checks import count, dtype_name, shape_of
+from subquad.errors import BackendError, ConfigError, DtypeError, MaskError, ShapeError
+
+SomeClass = TypeVar("SomeClass")
 
 
 def heads(hidden_size: int, num_heads: int, key_heads: int, head_dim: int | None) -> None:
@@ -28,6 +30,38 @@ def shared_heads(shared_qk: bool, num_heads: int, key_heads: int) -> None:
             f"attention layer: shared_qk=True makes keys of the queries, so num_key_value_heads must be num_heads, "
             f"got {key_heads} and {num_heads}"
         )
+
+
+def qk_norm(value: Any, shared_qk: bool) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"attention layer: qk_norm must be True or False, got {value!r}")
+    if value and shared_qk:
+        raise ConfigError("attention layer: with shared_qk=True keys are normalised already; leave qk_norm out")
+
+
+def recent_tokens(recent: Any, x: Tensor, width: int) -> None:
+    """What a short convolution remembers of the tokens before x `[B, T, channels]`."""
+    wanted = (x.shape[0], width - 1, x.shape[2])
+    if not isinstance(recent, Tensor) or recent.shape != wanted:
+        got = shape_of(recent) if isinstance(recent, Tensor) else type(recent).__name__
+        raise ShapeError(f"short convolution: the state must hold the last inputs {list(wanted)}, got {got}")
+    if recent.dtype != x.dtype:
+        raise DtypeError(
+            f"short convolution: the state holds {dtype_name(recent.dtype)}, but the new tokens are "
+            f"{dtype_name(x.dtype)}; cast one of them"
+        )
+    if recent.device != x.device:
+        raise BackendError(f"short convolution: the state is on {recent.device}, the new tokens on {x.device}")
+
+
+def layer_state(state: Any, kind: type[SomeClass]) -> SomeClass | None:
+    """The state of a layer with short convolutions."""
+    if state is None or isinstance(state, kind):
+        return state
+    raise ShapeError(
+        f"attention layer: state must be the LayerState that extend returned, or None to begin, got "
+        f"{type(state).__name__}; a layer without short convolutions has another state"
+    )
 
 
 def no_head_dim(name: str, options: dict[str, Any]) -> None:

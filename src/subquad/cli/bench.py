@@ -11,6 +11,7 @@ import typer
 from subquad import files
 from subquad.checks import bench as bench_checks
 from subquad.checks import cli as checks
+from subquad.cli.bench_recall import recall
 from subquad.errors import printable
 
 if TYPE_CHECKING:
@@ -23,10 +24,11 @@ FEATURES, DRAWS, LAYERS, STEPS = "64,128,256", 5, 4, 100
 
 bench_app = typer.Typer(
     name="bench",
-    help="Measurements that anyone can repeat: how exact the features are.",
-    epilog="Example: subquad bench fidelity --quick --inputs normal",
+    help="Measurements that anyone can repeat: how exact the features are, and what of the past reaches the output.",
+    epilog="Example: subquad bench recall --quick",
     no_args_is_help=True,
 )
+bench_app.command(epilog="Example: subquad bench recall --task copy --keys 32 --rows window,favor,softmax")(recall)
 
 
 @bench_app.command(

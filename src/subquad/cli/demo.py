@@ -1,4 +1,4 @@
-"""`subquad demo`: exact attention and FAVOR, the same small protein model, side by side."""
+"""`subquad demo`: FAVOR beside exact attention and two controls, on proteins and on a task of memory."""
 
 import json
 import math
@@ -11,23 +11,31 @@ import typer
 
 from subquad import files
 from subquad.checks import cli as checks
+from subquad.cli.bench_recall import measured, recall_table
 from subquad.errors import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from subquad.bench import DecodeCost
+    from subquad.bench.recall import Plan, Result
 
-MECHANISMS = {"softmax": [], "favor": ["--option", "num_features=64"]}
+FEATURES, NEAR, HIDDEN, HEADS = 64, 64, 128, 4
+DECODED = ("softmax", "favor")
 CONTEXTS = (1024, 16_384)
+MEMORY_ROWS = ("identity", "window", "favor", "softmax")
+MEMORY_STEPS = 150
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the two runs, the plot and the protein.")] = Path("demo"),
+    out: Annotated[Path, typer.Option(help="Folder for the runs, the plot and the protein.")] = Path("demo"),
     steps: Annotated[int, typer.Option(help="Training steps of each model.")] = 200,
     window: Annotated[int, typer.Option(help="Residues per training window.")] = 4096,
 ) -> int:
-    """Train the same small model twice, with exact attention and with FAVOR, and compare; under five minutes.
+    """FAVOR beside exact attention and two controls, on proteins and on a task of memory; under five minutes.
+
+    The controls are no attention at all (identity) and a window of the same memory as FAVOR: what a mechanism has over
+    them is what it brings from far away. On these proteins that is nothing, on the task of memory everything.
 
     Interrupted, it goes on where it was; finished, it shows its results again.
     """
@@ -37,38 +45,73 @@ def demo(
 
     quiet()
     console = Console()
-    console.print(f"Two models of proteins, windows of {window:,} residues, {steps} steps each\n")
-    for name in MECHANISMS:
+    models = mechanisms()
+    console.print(f"{len(models)} models of proteins, windows of {window:,} residues, {steps} steps each\n")
+    for name, options in models.items():
         console.rule(f"training with {name}")
-        code = _train(name, out / name, steps, window)
+        code = _train(name, options, out / name, steps, window)
         if code:
             return code
-    results = {name: json.loads((out / name / "summary.json").read_text()) for name in MECHANISMS}
+    results = {name: json.loads((out / name / "summary.json").read_text()) for name in models}
     console.rule("decoding")
-    costs = {name: _decode(out / name) for name in MECHANISMS}
+    costs = {name: _decode(out / name) for name in DECODED}
     console.print(_table(results, costs))
     console.print(_verdict(results, costs), soft_wrap=True)
+    console.rule("a task of memory: which value had this key?")
+    plan, remembered = _remember(out / "memory")
+    console.print(recall_table(plan, remembered))
+    console.print(memory_verdict(remembered), soft_wrap=True)
     _plot(out, results, costs)
     console.print(f"plot: {printable(str(out / 'demo.png'))}", soft_wrap=True, markup=False)
     console.rule("a protein that the favor model made up")
     return _generate(out)
 
 
-def _train(name: str, folder: Path, steps: int, window: int) -> int:
+def mechanisms() -> dict[str, list[str]]:
+    """The models of proteins: name of the mechanism, and its options at the command line."""
+    from subquad.bench.recall.rows import Shape, window_of_equal_memory
+
+    width = window_of_equal_memory(Shape(hidden=HIDDEN, heads=HEADS, features=FEATURES, near=NEAR))
+    options = {
+        "identity": {},
+        "window": {"window": width},
+        "softmax": {},
+        "favor": {"num_features": FEATURES, "near": NEAR},
+    }
+    return {
+        name: [word for key, value in given.items() for word in ("--option", f"{key}={value}")]
+        for name, given in options.items()
+    }
+
+
+def _remember(folder: Path) -> "tuple[Plan, list[Result]]":
+    """The task of memory; what is in the folder is not measured again."""
+    from subquad.bench.recall import Plan
+
+    plan = Plan("recall", steps=MEMORY_STEPS, seeds=1)
+    folder.mkdir(parents=True, exist_ok=True)
+    return plan, measured(plan, MEMORY_ROWS, folder)
+
+
+def memory_verdict(results: "list[Result]") -> str:
+    """What the table says, computed from it."""
+    from subquad.bench.recall import worth
+
+    share = worth(results, "favor")
+    far = {result.row: result.far for result in results}
+    if share is None:
+        return "Exact attention has not learned the task: nothing can be said of the others."
+    return (
+        f"Where a key was last seen more than 64 tokens ago, exact attention is right in {100 * far['softmax']:.0f} %, "
+        f"favor in {100 * far['favor']:.0f} %, a window of the same memory in {100 * far['window']:.0f} %: of what "
+        f"exact attention has over the window, favor has {100 * share:.0f} %."
+    )
+
+
+def _train(name: str, options: list[str], folder: Path, steps: int, window: int) -> int:
     """In a process of its own, so that memory is its own too."""
-    model = [
-        "--layers",
-        "2",
-        "--hidden",
-        "128",
-        "--heads",
-        "4",
-        "--intermediate",
-        "256",
-        "--attention",
-        name,
-        *MECHANISMS[name],
-    ]
+    shape = {"layers": 2, "hidden": HIDDEN, "heads": HEADS, "intermediate": 2 * HIDDEN, "attention": name}
+    model = [word for key, value in shape.items() for word in (f"--{key}", str(value))] + options
     schedule = ["--steps", str(steps), "--window", str(window), "--eval-every", "50", "--save-every", "50"]
     command = [sys.executable, "-m", "subquad", "train", "protein", "--resume", "--out", str(folder), *model, *schedule]
     with subprocess.Popen(command) as process:
@@ -112,9 +155,10 @@ def _table(results: dict[str, Any], costs: "dict[str, list[DecodeCost]]") -> "Ta
     table.add_row("seconds per step", "", *(_seconds(result["seconds_per_step"]) for result in results.values()))
     table.add_row("peak memory, training", "", *(_megabytes(result["peak_memory"]) for result in results.values()))
     for place, context in enumerate(CONTEXTS):
-        rows = [cost[place] for cost in costs.values()]
-        table.add_row(f"decoding at {context:,}", "", *(f"{row.tokens_per_second:,.0f} tokens/s" for row in rows))
-        table.add_row(f"cache at {context:,}", "", *(_megabytes(row.cache_bytes) for row in rows))
+        rows = [costs[name][place] if name in costs else None for name in results]
+        speeds = (f"{row.tokens_per_second:,.0f} tokens/s" if row else "" for row in rows)
+        table.add_row(f"decoding at {context:,}", "", *speeds)
+        table.add_row(f"cache at {context:,}", "", *(_megabytes(row.cache_bytes) if row else "" for row in rows))
     return table
 
 
@@ -129,16 +173,23 @@ def _megabytes(size: int | None) -> str:
 def _verdict(results: dict[str, Any], costs: "dict[str, list[DecodeCost]]") -> str:
     """What the table says, computed from it."""
     unigram = math.exp(results["favor"]["unigram_loss"])
-    exact, favor = (results[name]["metrics"]["eval_perplexity"] for name in ("softmax", "favor"))
+    gains = {name: 100 * (1 - result["metrics"]["eval_perplexity"] / unigram) for name, result in results.items()}
     near, far = costs["favor"]
     times = [results[name]["seconds_per_step"] for name in ("softmax", "favor")]
     step = f"A training step with favor takes 1/{times[0] / times[1]:.2f} of the time. " if None not in times else ""
     return (
-        f"Perplexity below the unigram baseline: exact {100 * (1 - exact / unigram):.1f} %, "
-        f"favor {100 * (1 - favor / unigram):.1f} %; favor against exact: {100 * (favor / exact - 1):+.2f} %.\n"
+        f"Perplexity below the unigram baseline: {', '.join(f'{name} {gain:.1f} %' for name, gain in gains.items())}.\n"
+        f"{_what_proteins_need(gains)}\n"
         f"{step}Its decoding at {far.context:,} tokens takes "
         f"{far.timing.median / near.timing.median:.2f} times what it takes at {near.context:,}."
     )
+
+
+def _what_proteins_need(gains: dict[str, float]) -> str:
+    best = max(gains["softmax"], gains["favor"])
+    if gains["window"] >= best:
+        return "A window does at least as well: so few steps on these proteins need nothing from far away."
+    return f"From beyond the window come {best - gains['window']:.1f} % of perplexity."
 
 
 def _plot(out: Path, results: dict[str, Any], costs: "dict[str, list[DecodeCost]]") -> None:

@@ -176,7 +176,7 @@ def _halves(mechanism: FavorAttention, calls: Sequence[Call]) -> tuple[list[Call
     options, halves = mechanism.options, ([], [])
     found = []
     for number, call in enumerate(calls):
-        exact = all_exact(options.near, options.sinks, call.causal)
+        exact = all_exact(options, call.causal)
         lengths = [call.k.shape[2]] * len(call.k) if call.key_mask is None else call.key_mask.sum(-1).tolist()
         found += [(number, index) for index, length in enumerate(lengths) if length > exact]
     for half, places in zip(halves, (found[::2], found[1::2] or found), strict=True):

@@ -29,8 +29,8 @@ def useless_layers(model: nn.Module, batch: Batch, *, rows: int) -> list[Useless
     found = []
     for layer in Recording(model, [batch], op="diagnose", exact=False, wanted=is_favor):
         mechanism = cast(FavorAttention, layer.mechanism)
-        near, sinks = mechanism.options.near, mechanism.options.sinks
-        if all(call.k.shape[2] <= all_exact(near, sinks, call.causal) for call in layer.calls):
+        options = mechanism.options
+        if not options.far or all(call.k.shape[2] <= all_exact(options, call.causal) for call in layer.calls):
             continue
         errors = sampled_fidelity(mechanism, layer.calls, rows=rows, seed=0)
         error, uniform = float(errors.error.mean()), float(errors.uniform.mean())

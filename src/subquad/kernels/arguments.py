@@ -14,6 +14,7 @@ from torch import Tensor
 
 from subquad import checks
 from subquad.checks import engine as own_checks
+from subquad.checks import favor as favor_checks
 from subquad.features.elementwise import ELEMENTWISE
 from subquad.kernels.engines import ENGINES
 from subquad.kernels.favor.inputs import FavorInputs, FavorOptions
@@ -155,8 +156,19 @@ def favor(op: str, inputs: FavorInputs, options: FavorOptions) -> Sizes:
     if sizes["M"] % options.groups:
         raise own_checks.left_over(op, options.groups, sizes["M"])
     checks.count(op, "near", options.near, minimum=0)
+    favor_checks.reach(options.near, checks.count(op, "reach", options.reach))
+    favor_checks.far(options.far, options.near, options.sinks)
+    if inputs.far_sum is not None and not options.far:
+        raise own_checks.unasked(op, "far_sum", "far=False has no far field")
+    if options.backend in ENGINES and (reason := _obstacle(options)):
+        raise checks.engine_cannot(op, options.backend, reason)
     _options(sizes, options, options.scale, options.causal or options.near > 0)
     return sizes
+
+
+def _obstacle(options: FavorOptions) -> str | None:
+    """What the engine that was chosen cannot do, of what other engines can."""
+    return ENGINES[options.backend].shortcoming(reach=options.reach > 1, without_far=not options.far)
 
 
 def linear(op: str, inputs: LinearInputs, options: LinearOptions) -> Sizes:

@@ -25,6 +25,7 @@ AUTO = "auto"
 @dataclass(frozen=True)
 class Engine:
     """operations: a module for each; devices: by type, None for any; signed: features that may be negative;
+    reach: near blocks beyond the neighbours; without_far: exact attention alone;
     missing: why it cannot be used on this machine at all, or nothing."""
 
     name: str
@@ -33,11 +34,13 @@ class Engine:
     dtypes: tuple[torch.dtype, ...] = checks.FLOAT_DTYPES
     near: bool = True
     signed: bool = True
+    reach: bool = True
+    without_far: bool = True
     gradients: bool = True
     missing: str = ""
 
-    def obstacle(self, operation: str, q: Tensor, *, near: bool, signed: bool, gradients: bool) -> str | None:
-        """Why it cannot do a call, or None."""
+    def obstacle(self, operation: str, q: Tensor, **needs: bool) -> str | None:
+        """Why it cannot do a call, or None. needs: as `shortcoming` names them."""
         if self.missing:
             return self.missing
         if operation not in self.operations:
@@ -47,8 +50,24 @@ class Engine:
         if q.dtype not in self.dtypes:
             names = ", ".join(map(checks.dtype_name, self.dtypes))
             return f"it takes {names}, and the tensors are {checks.dtype_name(q.dtype)}"
+        return self.shortcoming(**needs)
+
+    def shortcoming(
+        self,
+        *,
+        near: bool = False,
+        signed: bool = False,
+        gradients: bool = False,
+        reach: bool = False,
+        without_far: bool = False,
+    ) -> str | None:
+        """What it does not have, of what a call needs."""
         if near and not self.near:
             return "it has no near blocks"
+        if reach and not self.reach:
+            return "it has no reach beyond the neighbouring blocks"
+        if without_far and not self.without_far:
+            return "it has no attention without a far field (far=False)"
         if gradients and not self.gradients:
             return "it has no gradients"
         return "it has no signed (trigonometric) features" if signed and not self.signed else None
@@ -77,11 +96,8 @@ def backend(op: str, name: Any) -> str:
     return name
 
 
-def choose(
-    operation: str, backend: str, q: Tensor, *, near: bool = False, signed: bool = False, gradients: bool = False
-) -> Engine:
-    """The engine that was asked for, or of "auto" the first that can."""
-    needs = {"near": near, "signed": signed, "gradients": gradients}
+def choose(operation: str, backend: str, q: Tensor, **needs: bool) -> Engine:
+    """The engine that was asked for, or of "auto" the first that can. needs: as `Engine.obstacle` names them."""
     if backend != AUTO:
         if reason := ENGINES[backend].obstacle(operation, q, **needs):
             raise checks.engine_cannot(operation, backend, reason)
@@ -89,9 +105,9 @@ def choose(
     return next(engine for engine in ENGINES.values() if engine.obstacle(operation, q, **needs) is None)
 
 
-def step_of(operation: str, backend: str, q: Tensor, *others: Tensor | None) -> Any:
+def step_of(operation: str, backend: str, q: Tensor, *others: Tensor | None, **needs: bool) -> Any:
     """One token more by the engine for it; None if torch operations are to do it: they have gradients, and compile."""
-    engine = choose(operation, backend, q)
+    engine = choose(operation, backend, q, **needs)
     step = getattr(engine.operations[operation], "step", None)
     gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, *others))
     traced = torch.compiler.is_compiling() or (type(q) is not Tensor and has_own_operations(q))

@@ -93,11 +93,19 @@ class Operation:
         """Output `[B, H, T, Dv]` and, when causal, the far field after the last token (max, sum)."""
         checks.no_transforms(inputs.q, inputs.k, inputs.v)
         borders = _needs_gradients([getattr(inputs, name) for name in self.differentiable])
-        needs = {"near": near, "signed": signed, "gradients": borders}
+        needs = {"near": near, "signed": signed, "gradients": borders, **self.needs(options)}
         engine = engines.choose(self.name, options.backend, inputs.q, **needs)
         outputs = self.forward(*inputs, *options._replace(backend=engine.name, borders=borders))
         out, *_, far_max, far_sum = outputs
         return out, far_max, far_sum
+
+    def needs(self, options: Any) -> dict[str, bool]:
+        """What else an engine must be able to do."""
+        return {}
+
+    def keeps_state(self, options: Any) -> bool:
+        """Whether there is a far field."""
+        return True
 
     def with_all_inputs(self, inputs: Any, options: Any) -> Any:
         """Inputs as the engines want them."""
@@ -138,14 +146,15 @@ class Operation:
         dtype, rows = torch.promote_types(q.dtype, torch.float32), (*q.shape[:3], value_dim)
         heads, borders = (q.shape[0], inputs.k.shape[1]), self._border_count(inputs, options)
         far_max, far_sum = (*heads, sizes["maxima"]), (*heads, sizes["M"], value_dim + 1)
+        far = self.keeps_state(options)
         return Outputs(
             out=q.new_empty(rows),
             normaliser=q.new_empty(*q.shape[:3], *self.normalisers, dtype=dtype),
-            low=q.new_empty(rows if keeps_low(q, options.borders) else (0,), dtype=LOW),
+            low=q.new_empty(rows if keeps_low(q, options.borders and far) else (0,), dtype=LOW),
             borders_max=q.new_empty(borders, *far_max, dtype=dtype),
             borders_sum=q.new_empty(borders, *heads, sizes["M"] + 1, value_dim + 1, dtype=dtype),
-            far_max=q.new_empty(far_max if options.causal else (0,), dtype=dtype),
-            far_sum=q.new_empty(far_sum if options.causal else (0,), dtype=dtype),
+            far_max=q.new_empty(far_max if options.causal and far else (0,), dtype=dtype),
+            far_sum=q.new_empty(far_sum if options.causal and far else (0,), dtype=dtype),
         )
 
     def _backward(self, *args: Any) -> list[Tensor]:

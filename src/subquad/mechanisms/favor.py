@@ -1,7 +1,7 @@
 """FAVOR+ (Performer) with exact near blocks and sinks under one normaliser.
 
-A query attends exactly, by exp(q.k), to the first `sinks` real tokens, to its own block of `near` tokens and to the
-neighbouring ones (causal: the previous one); to all others, the far field, by random or learned features. `near=0,
+A query attends exactly, by exp(q.k), to the first `sinks` real tokens, to its own block of `near` tokens and to `reach`
+blocks on either side of it (causal: before it); to all others, the far field, by random or learned features. `near=0,
 sinks=0` is the estimator of the paper. Blocks and sinks are counted in real tokens, so padding moves no border.
 """
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from subquad import checks
+from subquad.checks import favor as favor_checks
 from subquad.checks import states
 from subquad.errors import UncalibratedWarning
 from subquad.features.drawn import DRAWN, FITTED, DrawnFeatures
@@ -19,9 +20,6 @@ from subquad.features.learned import LEARNED, ExponentialFeatures, HedgehogFeatu
 from subquad.features.names import current_name
 from subquad.features.positive import FeatureMap
 from subquad.features.trigonometric import trigonometric_features, trigonometric_log_weight
-from subquad.kernels import engines
-from subquad.kernels.favor import operator as favor_operator
-from subquad.kernels.favor.inputs import FavorOptions
 from subquad.kernels.linear.inputs import LinearOptions
 from subquad.kernels.linear.operator import linear_attention
 from subquad.kernels.precision import without_autocast
@@ -32,13 +30,11 @@ from subquad.mechanism import (
     log_sum_of_products,
     masked_softmax,
     normalised,
-    real_index,
 )
 from subquad.mechanisms import favor_state
+from subquad.mechanisms.favor_attend import attend, make_options
 from subquad.mechanisms.favor_state import FavorState, map_heads
-from subquad.mechanisms.packing import pack, slots_of, unpack
 
-KERNELS = ("softmax", "gaussian")
 ESTIMATORS = (*DRAWN, *LEARNED)
 
 
@@ -52,7 +48,9 @@ def favor_attention(
     causal: bool = False,
     key_mask: Tensor | None = None,
     near: int = 64,
+    reach: int = 1,
     sinks: int = 4,
+    far: bool = True,
     kernel: str = "softmax",
     scale: float | None = None,
     backend: str = "auto",
@@ -67,6 +65,8 @@ def favor_attention(
         feature_map: from `subquad.features.draw_feature_map`; its tensors may need gradients.
         key_mask: bool `[B, S]`, True where the token is real. With near > 0, rows of masked tokens are zero.
         near: tokens per block, 0 for none (needed for cross-attention).
+        reach: blocks on either side of a query's own that are exact, too.
+        far: False for near blocks and sinks alone, as if there were nothing else.
         kernel: "softmax" exp(q.k), or "gaussian" exp(-|q - k|^2 / 2), both of scaled q, k.
         scale: of the logits, `1 / sqrt(D)` unless given.
         backend: "cpu" for the C++ engine (float32 or less, on CPUs), "torch", or "auto": the first that can.
@@ -79,70 +79,13 @@ def favor_attention(
         torch.Size([1, 2, 5, 4])
     """
     checks.qkv("favor", q, k, v)
-    options = make_options(near, sinks, kernel, scale, backend, chunk, head_dim=q.shape[-1])
+    options = make_options(near, sinks, kernel, scale, backend, chunk, head_dim=q.shape[-1], reach=reach, far=far)
     checks.feature_map("favor", feature_map, q, k)
     checks.key_mask("favor", key_mask, k)
     checks.causal_lengths("favor", causal, q, k)
     if options.near:
         checks.self_attention("favor", q, k, FavorAttention.cross_attention_advice)
-    return _attend(options, q, k, v, feature_map, causal, key_mask)
-
-
-def make_options(
-    near: int, sinks: int, kernel: str, scale: float | None, backend: str, chunk: int | None, *, head_dim: int
-) -> FavorOptions:
-    checks.choice("favor", "kernel", kernel, KERNELS)
-    return FavorOptions(
-        near=checks.count("favor", "near", near, minimum=0),
-        sinks=checks.count("favor", "sinks", sinks, minimum=0),
-        gaussian=kernel == "gaussian",
-        scale=checks.scale("favor", scale, head_dim),
-        chunk=checks.optional_count("favor", "chunk", chunk) or 0,
-        backend=engines.backend("favor", backend),
-    )
-
-
-def _attend(
-    options: FavorOptions, q: Tensor, k: Tensor, v: Tensor, map: FeatureMap, causal: bool, key_mask: Tensor | None
-) -> Tensor:
-    k, v = map_heads(map, q, k, v)
-    if not options.near:
-        return _attend_everywhere(options, q, k, v, map, causal, key_mask)
-    if key_mask is None:
-        return _attend_in_blocks(options, q, k, v, map, causal, None)
-    slots = slots_of(real_index(key_mask, k), key_mask, q.shape[2])
-    q, k, v = (pack(x, slots, q.shape[2]) for x in (q, k, v))
-    return unpack(_attend_in_blocks(options, q, k, v, map, causal, key_mask.sum(-1)), slots)
-
-
-def _attend_everywhere(
-    options: FavorOptions, q: Tensor, k: Tensor, v: Tensor, map: FeatureMap, causal: bool, key_mask: Tensor | None
-) -> Tensor:
-    """No near blocks: any number of queries, padding anywhere."""
-    tensors: dict[str, Tensor] = {} if key_mask is None else {"alive": key_mask}
-    if options.sinks:
-        index = real_index(key_mask, k)
-        real = torch.ones_like(index, dtype=torch.bool) if key_mask is None else key_mask
-        slots = slots_of(index, real & (index < options.sinks), options.sinks)
-        tensors |= {name: pack(x, slots, options.sinks) for name, x in (("sink_k", k), ("sink_v", v))}
-        tensors["alive"] = real & (index >= options.sinks)
-        count = real.cumsum(-1) if causal else real.sum(-1, keepdim=True).expand(-1, q.shape[2])
-        tensors["sink_seen"] = count.clamp(max=options.sinks)
-    return favor_operator.favor_attention(q, k, v, map, options, causal=causal, **tensors)[0]
-
-
-def _attend_in_blocks(
-    options: FavorOptions, q: Tensor, k: Tensor, v: Tensor, map: FeatureMap, causal: bool, lengths: Tensor | None
-) -> Tensor:
-    """Real tokens come first, `lengths` `[B]` of them (None: all)."""
-    length = q.shape[2]
-    sinks = min(options.sinks, length)
-    index = torch.arange(length, device=q.device)[None]
-    total = torch.full_like(index[:, :1], length) if lengths is None else lengths[:, None]
-    alive = None if lengths is None and not sinks else (index >= sinks) & (index < total)
-    seen = (index + 1 if causal else total.expand(-1, length)).clamp(max=sinks) if sinks else None
-    masks, options = {"alive": alive, "sink_seen": seen}, options._replace(sinks=sinks)
-    return favor_operator.favor_attention(q, k, v, map, options, causal=causal, **masks)[0]
+    return attend(options, q, k, v, feature_map, causal, key_mask)
 
 
 class FavorAttention(RandomFeatures, Mechanism):
@@ -152,7 +95,10 @@ class FavorAttention(RandomFeatures, Mechanism):
         head_dim: D of the queries and keys.
         num_features: M. The far field's error falls slowly with it, time grows with it.
         near: tokens per exact block; 0 for none, which cross-attention needs.
+        reach: blocks on either side of the own one that are exact (causal: before it). A window of W tokens in small
+            blocks, near=16, reach=W/16, keeps W + 16 tokens, of which a query sees all but 8 on average.
         sinks: leading tokens that every query sees exactly.
+        far: False for near blocks and sinks alone, under a normaliser of their own; features stay as they are.
         estimator: of the far field. Drawn from N(0, I): "positive" (FAVOR+), "hyperbolic" (rows with both signs),
             "trigonometric" (signed; for study, only with near=0, sinks=0). Drawn from what `subquad.calibrate` found:
             "optimal" (FAVOR++), "sharp" (FAVOR#), "calibrated" (the best of them). Learned: "hedgehog", "exponential".
@@ -179,7 +125,9 @@ class FavorAttention(RandomFeatures, Mechanism):
         num_features: int = 256,
         *,
         near: int = 64,
+        reach: int = 1,
         sinks: int = 4,
+        far: bool = True,
         estimator: str = "positive",
         coupling: str = "orthogonal",
         kernel: str = "softmax",
@@ -192,7 +140,7 @@ class FavorAttention(RandomFeatures, Mechanism):
     ) -> None:
         super().__init__()
         self.head_dim = checks.count(self.name, "head_dim", head_dim)
-        self.options = make_options(near, sinks, kernel, scale, backend, chunk, head_dim=head_dim)
+        self.options = make_options(near, sinks, kernel, scale, backend, chunk, head_dim=head_dim, reach=reach, far=far)
         check_coupling(self.name, coupling, head_dim)
         self.coupling = coupling
         self.seed = checks.seed(self.name, seed)
@@ -255,13 +203,26 @@ class FavorAttention(RandomFeatures, Mechanism):
     def chunk(self, value: int | None) -> None:
         self.options = self.options._replace(chunk=checks.optional_count(self.name, "chunk", value) or 0)
 
+    @property
+    def far(self) -> bool:
+        """Whether there is a far field. Without it, outputs show what it is worth; states are others, too."""
+        return self.options.far
+
+    @far.setter
+    def far(self, value: bool) -> None:
+        self.options = self.options._replace(far=favor_checks.far(value, self.options.near, self.options.sinks))
+
     def extra_repr(self) -> str:
         o = self.options
         kernel = "gaussian" if o.gaussian else "softmax"
         return (
-            f"head_dim={self.head_dim}, num_features={self.num_features}, near={o.near}, sinks={o.sinks}, "
-            f"estimator={self.estimator!r}, coupling={self.coupling!r}, kernel={kernel!r}, scale={o.scale:.4g}, "
-            f"num_heads={self.num_heads}" + (", transform=True" if self.transform else "")
+            f"head_dim={self.head_dim}, num_features={self.num_features}, near={o.near}, "
+            + (f"reach={o.reach}, " if o.reach > 1 else "")
+            + f"sinks={o.sinks}, "
+            + ("" if o.far else "far=False, ")
+            + f"estimator={self.estimator!r}, coupling={self.coupling!r}, kernel={kernel!r}, scale={o.scale:.4g}, "
+            + f"num_heads={self.num_heads}"
+            + (", transform=True" if self.transform else "")
         )
 
     def __repr__(self) -> str:
@@ -308,7 +269,7 @@ class FavorAttention(RandomFeatures, Mechanism):
             k, v = map_heads(self.feature_map, q, k, v)
             return self._trigonometric(q, k, v, key_mask, None, causal)[0]
         dtype = v.dtype
-        return _attend(self.options, *self._turned(q, k, v), self.feature_map, causal, key_mask).to(dtype)
+        return attend(self.options, *self._turned(q, k, v), self.feature_map, causal, key_mask).to(dtype)
 
     @without_autocast
     def extend(
@@ -335,7 +296,8 @@ class FavorAttention(RandomFeatures, Mechanism):
 
     def _state_sizes(self) -> tuple[int, int]:
         """Running maxima and features per head of the far field."""
-        return (1, 2 * self.num_features) if self.trigonometric else (self.num_features, self.num_features)
+        features = self.num_features if self.options.far else 0
+        return (1, 2 * features) if self.trigonometric else (features, features)
 
     def dense_weights(self, q: Tensor, k: Tensor, seen: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
         q, k = self._turn(q, k) if self.transform else (q, k)
@@ -346,8 +308,11 @@ class FavorAttention(RandomFeatures, Mechanism):
             weight = _for_heads(self.feature_map.query, q)
             estimate = trigonometric_features(x, weight) @ trigonometric_features(y, weight).mT
             return normalised(estimate * (log_weight - top).exp()[:, :, None] * seen)
-        exact = self.exact_pairs(q_index, k_index)
-        logits = torch.where(exact, x @ y.mT, log_estimate(x, y, self.feature_map))
+        exact, logits = self.exact_pairs(q_index, k_index), x @ y.mT
+        if not self.options.far:
+            seen = seen & exact
+        else:
+            logits = torch.where(exact, logits, log_estimate(x, y, self.feature_map))
         if self.options.gaussian:
             logits = logits - (y.square().sum(-1) / 2)[:, :, None]
         return masked_softmax(logits, seen)
@@ -357,7 +322,7 @@ class FavorAttention(RandomFeatures, Mechanism):
         exact = (k_index < self.options.sinks)[:, None].expand(-1, q_index.shape[1], -1)
         if self.options.near:
             q_block, k_block = q_index // self.options.near, k_index // self.options.near
-            exact = exact | ((q_block[:, :, None] - k_block[:, None]).abs() <= 1)
+            exact = exact | ((q_block[:, :, None] - k_block[:, None]).abs() <= self.options.reach)
         return exact[:, None]
 
     def _trigonometric_log_weight(self, y: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from subquad.checks import models as checks
 from subquad.mechanism import State, reorder_state, state_bytes
+from subquad.nn import LayerState
 
 
 class StateLayer(CacheLayerMixin):
@@ -16,10 +17,10 @@ class StateLayer(CacheLayerMixin):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state: State | None = None
+        self.state: State | LayerState | None = None
         self.tokens = 0
 
-    def set(self, state: State, new_tokens: int) -> None:
+    def set(self, state: State | LayerState, new_tokens: int) -> None:
         self.state, self.tokens = state, self.tokens + new_tokens
         self.is_initialized = True
 
@@ -37,11 +38,11 @@ class StateLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.state is not None:
-            self.state = reorder_state(self.state, beam_idx.to(self.state[0].device))
+            self.state = reorder_state(self.state, beam_idx.to(self.state[-1].device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
-            batch = self.state[0].shape[0]
+            batch = self.state[-1].shape[0]
             self.reorder_cache(torch.arange(batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:

@@ -42,6 +42,9 @@ class SubquadConfig(PreTrainedConfig):
         domain, image_shape: "protein", "text" or "image", and its shape; how to read and show tokens.
         reversible: two residual streams whose activations are rebuilt in backward instead of kept.
         shared_qk: keys are the normalised queries; with attention="lsh" and reversible=True, a Reformer.
+        short_conv: taps of convolutions over neighbouring tokens, on queries and keys of every layer, which make it
+            easy to learn what followed a token the last time; 0 for none.
+        qk_norm: queries and keys of each head get a root mean square that is learned.
 
     Example:
         >>> SubquadConfig(num_hidden_layers=2, attention=["softmax", "favor"]).layer_attention(1)
@@ -72,6 +75,8 @@ class SubquadConfig(PreTrainedConfig):
     causal: bool | None = None
     reversible: bool = False
     shared_qk: bool = False
+    short_conv: int = 4
+    qk_norm: bool = False
     domain: str | None = None
     image_shape: list[int] | None = None
     use_cache: bool = True
@@ -87,6 +92,8 @@ class SubquadConfig(PreTrainedConfig):
             checks.optional_count(op, name, getattr(self, name))
         layers.heads(self.hidden_size, self.num_attention_heads, self.key_heads, self.head_dim)
         layers.shared_heads(self.shared_qk, self.num_attention_heads, self.key_heads)
+        checks.count(op, "short_conv", self.short_conv, minimum=0)
+        layers.qk_norm(self.qk_norm, self.shared_qk)
         checks.choice(op, "positions", self.positions, POSITIONS)
         checks.choice(op, "mlp", self.mlp, MLPS)
         checks.choice(op, "hidden_act", self.hidden_act, tuple(ACTIVATIONS))
@@ -98,6 +105,15 @@ class SubquadConfig(PreTrainedConfig):
         for name in {self.layer_attention(layer)[0] for layer in range(self.num_hidden_layers)}:
             checks.mechanism_name(name, tuple(mechanism.name for mechanism in MECHANISMS))
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Models saved before there were short convolutions have none; files always say it since."""
+        return super().from_dict({"short_conv": 0, **config_dict}, **kwargs)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What is written to config.json: what differs from the defaults, and `short_conv`."""
+        return {**super().to_diff_dict(), "short_conv": self.short_conv}
 
     @property
     def name(self) -> str:

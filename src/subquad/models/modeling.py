@@ -12,7 +12,7 @@ from subquad.features.buffers import LayerFeatures
 from subquad.mechanism import Mechanism, RandomFeatures
 from subquad.models.cache import SubquadCache
 from subquad.models.configuration import SubquadConfig
-from subquad.nn import Block, Context, layer_seed, reversible, rotation, sinusoidal
+from subquad.nn import Block, Context, SelfAttention, ShortConvolution, layer_seed, reversible, rotation, sinusoidal
 
 
 class SubquadPreTrainedModel(PreTrainedModel):
@@ -27,8 +27,10 @@ class SubquadPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         owns_tensors = next(module.parameters(False), None) is not None or next(module.buffers(False), None) is not None
-        if isinstance(module, (RandomFeatures, LayerFeatures)) and owns_tensors:
+        if isinstance(module, (RandomFeatures, LayerFeatures, ShortConvolution)) and owns_tensors:
             module.reset_parameters()
+        if isinstance(module, SelfAttention):
+            module.reset_sizes()
 
     def mechanisms(self) -> list[Mechanism]:
         """The mechanism of each layer."""
@@ -196,4 +198,6 @@ def _block(config: SubquadConfig, layer: int) -> Block:
         shared_qk=config.shared_qk,
         layer=layer,
         max_length=config.max_position_embeddings,
+        short_conv=config.short_conv,
+        qk_norm=config.qk_norm,
     )

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from subquad import checks
 from subquad.mechanism import State
-from subquad.nn.self_attention import Context, SelfAttention
+from subquad.nn.self_attention import Context, LayerState, SelfAttention
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
@@ -59,7 +59,9 @@ class Block(nn.Module):
     def attend(self, x: Tensor, context: Context) -> Tensor:
         return self.dropout(self.attention(self.attention_norm(x), context))
 
-    def attend_next(self, x: Tensor, context: Context, state: State | None) -> tuple[Tensor, State]:
+    def attend_next(
+        self, x: Tensor, context: Context, state: State | LayerState | None
+    ) -> tuple[Tensor, State | LayerState]:
         """The same for the next tokens of a sequence whose past is in `state`."""
         out, state = self.attention.extend(self.attention_norm(x), context, state)
         return self.dropout(out), state
@@ -71,7 +73,9 @@ class Block(nn.Module):
         x = x + self.attend(x, context)
         return x + self.transform(x)
 
-    def extend(self, x: Tensor, context: Context, state: State | None) -> tuple[Tensor, State]:
+    def extend(
+        self, x: Tensor, context: Context, state: State | LayerState | None
+    ) -> tuple[Tensor, State | LayerState]:
         """The next tokens of a sequence whose past is in `state`."""
         out, state = self.attend_next(x, context, state)
         x = x + out

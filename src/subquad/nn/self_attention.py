@@ -1,10 +1,12 @@
-"""Self-attention: projections and rotation around a mechanism."""
+"""Self-attention: projections, short convolutions, norms and rotation around a mechanism."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad import checks as common
 from subquad.checks import layers as checks
 from subquad.features.draws import derived_seed
 from subquad.mechanism import Mechanism, RandomFeatures, State
@@ -12,6 +14,7 @@ from subquad.mechanisms import attention as make_mechanism
 from subquad.mechanisms import mechanism_class
 from subquad.mechanisms.favor import FavorAttention
 from subquad.nn.positions import Rotation
+from subquad.nn.short_convolution import ShortConvolution
 
 
 class Context(NamedTuple):
@@ -20,6 +23,16 @@ class Context(NamedTuple):
     causal: bool
     key_mask: Tensor | None = None
     rotation: Rotation | None = None
+
+
+class LayerState(NamedTuple):
+    """The state of a layer with a short convolution: that of its mechanism, and the last inputs of the convolution.
+
+    recent: of `short_conv - 1` real tokens, `[B, short_conv - 1, channels of q and k]`.
+    """
+
+    attention: State
+    recent: Tensor
 
 
 def layer_mechanism(
@@ -56,6 +69,10 @@ class SelfAttention(nn.Module):
         shared_qk: keys are the queries, each divided by its root mean square (Reformer): one projection less.
         layer: index of the layer, so that layers draw different random features.
         max_length: the longest sequence, for mechanisms bound to it whose options do not say.
+        short_conv: taps of the convolution over neighbouring tokens that queries and keys go through before the
+            rotation, so that they know what stands before them; 0 for none. See `ShortConvolution`.
+        qk_norm: queries and keys of each head are divided by their root mean square and multiplied by a size that is
+            learned, one for each head.
 
     Example:
         >>> import torch
@@ -77,6 +94,8 @@ class SelfAttention(nn.Module):
         bias: bool = False,
         layer: int = 0,
         max_length: int | None = None,
+        short_conv: int = 0,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         key_heads = num_heads if num_key_value_heads is None else num_key_value_heads
@@ -95,20 +114,57 @@ class SelfAttention(nn.Module):
             layer=layer,
             max_length=max_length,
         )
+        common.count("attention layer", "short_conv", short_conv, minimum=0)
+        self.channels = [part.out_features for part in (self.q_proj, self.k_proj) if part is not None]
+        self.short_conv = ShortConvolution(sum(self.channels), short_conv) if short_conv else None
+        checks.qk_norm(qk_norm, shared_qk)
+        self.q_size = nn.Parameter(torch.empty(num_heads, 1, 1)) if qk_norm else None
+        self.k_size = nn.Parameter(torch.empty(key_heads, 1, 1)) if qk_norm else None
+        self.reset_sizes()
+
+    def reset_sizes(self) -> None:
+        """The root mean square of normalised queries and keys is one to begin with."""
+        for size in (self.q_size, self.k_size):
+            if size is not None:
+                nn.init.ones_(size)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        out = self.mechanism(*self._heads(x, context), causal=context.causal, key_mask=context.key_mask)
-        return self._merge(out)
+        qk = self._queries_and_keys(x)
+        if self.short_conv is not None:
+            mixed = self.short_conv(torch.cat(qk, -1), causal=context.causal, key_mask=context.key_mask)
+            qk = mixed.split(self.channels, -1)
+        q, k, v = self._heads(qk, self.v_proj(x), context)
+        return self._merge(self.mechanism(q, k, v, causal=context.causal, key_mask=context.key_mask))
 
-    def extend(self, x: Tensor, context: Context, state: State | None) -> tuple[Tensor, State]:
+    def extend(
+        self, x: Tensor, context: Context, state: State | LayerState | None
+    ) -> tuple[Tensor, State | LayerState]:
         """The next tokens of a sequence whose past is in `state`."""
-        out, state = self.mechanism.extend(*self._heads(x, context), state, key_mask=context.key_mask)
-        return self._merge(out), state
+        qk, v = self._queries_and_keys(x), self.v_proj(x)
+        if self.short_conv is None:
+            past = cast(State | None, state)
+            out, state = self.mechanism.extend(*self._heads(qk, v, context), past, key_mask=context.key_mask)
+            return self._merge(out), state
+        past, recent = checks.layer_state(state, LayerState) or (None, None)
+        mixed, recent = self.short_conv.extend(torch.cat(qk, -1), recent, key_mask=context.key_mask)
+        q, k, v = self._heads(mixed.split(self.channels, -1), v, context)
+        out, past = self.mechanism.extend(q, k, v, past, key_mask=context.key_mask)
+        return self._merge(out), LayerState(past, recent)
 
-    def _heads(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        q, v = self._split(self.q_proj(x)), self._split(self.v_proj(x))
-        k = F.rms_norm(q, (self.head_dim,)) if self.k_proj is None else self._split(self.k_proj(x))
-        return (q, k, v) if context.rotation is None else (context.rotation(q), context.rotation(k), v)
+    def _queries_and_keys(self, x: Tensor) -> tuple[Tensor, ...]:
+        """`[B, T, heads * D]` each; queries alone, if keys are made of them."""
+        return (self.q_proj(x),) if self.k_proj is None else (self.q_proj(x), self.k_proj(x))
+
+    def _heads(self, qk: tuple[Tensor, ...], v: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        q, *keys = (self._split(part) for part in qk)
+        k = keys[0] if keys else F.rms_norm(q, (self.head_dim,))
+        if self.q_size is not None and self.k_size is not None:
+            q, k = (
+                F.rms_norm(x, (self.head_dim,)) * size.to(x.dtype) for x, size in ((q, self.q_size), (k, self.k_size))
+            )
+        if context.rotation is not None:
+            q, k = context.rotation(q), context.rotation(k)
+        return q, k, self._split(v)
 
     def _split(self, x: Tensor) -> Tensor:
         """`[B, T, heads * D] -> [B, heads, T, D]`."""

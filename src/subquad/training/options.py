@@ -85,6 +85,8 @@ class TrainOptions:
     dropout: Annotated[float, Option("Dropout of residual branches.", MODEL)] = 0.0
     reversible: Annotated[bool, Option("Rebuild activations in backward instead of keeping them.", MODEL)] = False
     shared_qk: Annotated[bool, Option("Keys are the normalised queries, as in a Reformer.", MODEL)] = False
+    short_conv: Annotated[int, Option("Taps of convolutions over neighbouring tokens; 0 for none.", MODEL)] = 4
+    qk_norm: Annotated[bool, Option("Queries and keys get a learned size, one per head.", MODEL)] = False
     gradient_checkpointing: Annotated[bool, Option("Recompute each layer in backward to save memory.", MODEL)] = False
     initializer_range: float = 0.05
     optimizer: Annotated[str, Option("muon (with AdamW for vectors) or adamw.", OPTIMISATION)] = "muon"
@@ -157,6 +159,8 @@ class TrainOptions:
             dropout=self.dropout,
             reversible=self.reversible,
             shared_qk=self.shared_qk,
+            short_conv=self.short_conv,
+            qk_norm=self.qk_norm,
             initializer_range=self.initializer_range,
             **tokens,
         )
@@ -183,7 +187,8 @@ class RunRecord:
             return None
         stored = read_record(path)
         with runs.readable_record(path):
-            return cls(**{**stored, "options": TrainOptions(**stored["options"])})
+            options = {"short_conv": 0, **stored["options"]}  # runs begun before there were short convolutions
+            return cls(**{**stored, "options": TrainOptions(**options)})
 
     def differences(self, other: "RunRecord") -> list[str]:
         """`name: ours -> theirs` for everything that must be equal to continue a run."""

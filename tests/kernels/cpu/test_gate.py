@@ -34,6 +34,9 @@ NUMBERS = {
     "causal": 1,
     "gaussian": 0,
     "near_blocks": 1,
+    "near": 4,
+    "reach": 1,
+    "far": 1,
     "mask_batch": 2,
     "block": 4,
     "blocks_per_segment": 2,
@@ -248,6 +251,12 @@ TOGETHER = {
     "slices of others": ({"slices": 2, "kind": 1}, "slices must lie between 1 and 1, got 2"),
     "stretches of features": ({"stretches": 2}, "stretches must lie between 1 and 1, got 2"),
     "blocks that are not near": ({"near_blocks": 0, "block": 65}, "block must lie between 1 and 64, got 65"),
+    "near blocks of a block": (
+        {"near": 3},
+        "tokens of a block that are left over by near blocks must be 0, got 1",
+    ),
+    "many near blocks": ({"block": 68}, "block must lie between 1 and 64, got 68"),
+    "nothing at all": ({"near_blocks": 0, "sinks": 0, "far": 0}, f"sinks must lie between 1 and {gate.SIZE}, got 0"),
     "keys of blocks": ({"key_length": 8}, "key_length must be 9, got 8"),
     "keys of causal ones": ({"near_blocks": 0, "key_length": 8}, "key_length must be 9, got 8"),
 }
@@ -262,6 +271,10 @@ def test_no_size_overflows() -> None:
     words = message(lambda: gate.Plan(**NUMBERS | {"num_features": 2**16, "value_dim": 2**16}), errors.ShapeError)
     assert (
         words == "cpu engine: the state of one head would have 4299162624 numbers, and the engine counts to 2147483647"
+    )
+    words = message(lambda: gate.Plan(**NUMBERS | {"reach": 2**22}), errors.ShapeError)
+    assert words == (
+        "cpu engine: the exact logits of one tile would have 2147484544 numbers, and the engine counts to 2147483647"
     )
     many = {"batch": 2**30, "mask_batch": 1, "length": 2**36, "key_length": 2**36}
     words = message(lambda: gate.Plan(**NUMBERS | many), errors.ShapeError)
@@ -572,6 +585,8 @@ def favor_arguments(**others: Any) -> dict[str, Any]:
         "chunk": 0,
         "borders": True,
         "backend": "cpu",
+        "reach": 1,
+        "far": True,
     }
     assert set(others) <= set(arguments)
     return arguments | others

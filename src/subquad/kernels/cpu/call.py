@@ -35,6 +35,13 @@ def block_size(near: int, chunk: int, length: int) -> int:
     return min(near, max(length, 1)) if near else min(chunk or TILE, TILE)
 
 
+def blocks_of_tile(near: int, chunk: int, length: int) -> int:
+    """Tokens of a block with several near blocks: as many as a tile takes, and the sequence has."""
+    near = min(near, max(length, 1))
+    fitting, there = max(1, min(chunk or TILE, TILE) // near), -(-length // near)
+    return min(fitting, there) * near
+
+
 def blocks_per_segment(block: int, num_features: int) -> int:
     """A state is kept every so many blocks: a state is M x V numbers, so that 4 M tokens apart they are fewer than the
     values. The backward keeps a state per block of a segment, hence not too many."""
@@ -72,11 +79,14 @@ def step_plan(
     sinks: int = 0,
     gaussian: bool = False,
     near: int = 0,
+    reach: int = 1,
+    far: bool = True,
 ) -> Plan:
     """Of one token. There is one such call per token, so it is looked up by few numbers, not by all of them by name."""
     of_map = {"kind": KINDS.index(kind), "rule": RULES.index(rule), "rule_groups": rule_groups}
     of_map |= {"map_heads": map_heads, "num_features": num_features}
     of_keys = {"sinks": sinks, "gaussian": int(gaussian), "near_blocks": int(near > 0), "block": near or 1}
+    of_keys |= {"near": near or 1, "reach": reach, "far": int(far)}
     return Plan(**_numbers(*told) | of_map | of_keys)
 
 
@@ -102,6 +112,9 @@ def _numbers(dtype: int, q_shape: torch.Size, k_shape: torch.Size, value_dim: in
         "slices": 1,
         "stretches": 1,
         "tile": TILE,
+        "near": 1,
+        "reach": 1,
+        "far": 1,
         "length": q_shape[2],
         "key_length": k_shape[2],
     }
@@ -136,7 +149,7 @@ def mask(tensor: Tensor | None, batch: int) -> Tensor | None:
 
 def run_forward(plan: Plan, given: Problem, q: Tensor, borders: int) -> Outputs:
     """borders: how many states are kept for the backward."""
-    logarithmic, causal = given.kind == KINDS.index("exp"), bool(given.causal)
+    logarithmic, state = given.kind == KINDS.index("exp"), bool(given.causal and given.far)
     features, values = given.num_features, given.value_dim + 1
     heads, rows = (given.batch, given.key_heads), q.shape[:3]
 
@@ -154,8 +167,8 @@ def run_forward(plan: Plan, given: Problem, q: Tensor, borders: int) -> Outputs:
         low=torch.empty(out.shape if keeps_low(q, borders > 0) else 0, dtype=LOW, device="cpu"),
         borders_max=maxima(borders, *heads),
         borders_sum=new(borders, *heads, features + 1, values),
-        far_max=maxima(*heads) if causal else new(0),
-        far_sum=new(*heads, features, values) if causal else new(0),
+        far_max=maxima(*heads) if state else new(0),
+        far_sum=new(*heads, features, values) if state else new(0),
     )
     filled = plan.fill(Forward(), **{name: t if t.numel() else None for name, t in made._asdict().items()})
     engine().forward(ctypes.byref(given), ctypes.byref(filled))
@@ -175,8 +188,8 @@ def run_backward(
         out=dense_rows(saved.out),
         normaliser=float32(saved.normaliser),
         low=saved.low,
-        borders_max=float32(saved.borders_max),
-        borders_sum=float32(saved.borders_sum),
+        borders_max=float32(saved.borders_max) if given.far else None,
+        borders_sum=float32(saved.borders_sum) if given.far else None,
         last_far_sum=float32(saved.grad_far_sum),
         **made,
         **{name: grad if grad.numel() else None for name, grad in added.items()},

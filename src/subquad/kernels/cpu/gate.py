@@ -34,6 +34,7 @@ NUMBERS = {
     **{"causal": (0, 1), "gaussian": (0, 1), "near_blocks": (0, 1), "mask_batch": (1, COUNT)},
     **{"block": (1, SIZE), "blocks_per_segment": (1, TILE), "threads": (1, MOST_THREADS)},
     **{"slices": (1, MOST_THREADS), "stretches": (1, MOST_THREADS), "tile": (1, TILE)},
+    **{"near": (1, SIZE), "reach": (1, SIZE), "far": (0, 1)},
     **{"length": (1, 2**40), "key_length": (1, 2**40)},
 }
 
@@ -41,7 +42,7 @@ NUMBERS = {
 # same, dense; float: float32; made: float32, allocated for this call; low: int8; flag: bool;
 # count: int64.
 KEPT_FIELDS = {
-    **{"far_max": "float B K maxima", "far_sum": "float B K M V", "far_low": "float B K M V"},
+    **{"far_max": "float B K kept_maxima", "far_sum": "float B K kept_M V", "far_low": "float B K kept_M V"},
     **{"sink_k": "kept B K sinks D", "sink_v": "kept B K sinks Dv"},
     **{"block_k": "kept B K blocks D", "block_v": "kept B K blocks Dv"},
 }
@@ -83,6 +84,7 @@ NEEDED: dict[type[Structure], tuple[str, ...]] = {
 }
 NEEDED_BY_EXP = {Problem: ("query", "key", "key_bias"), Step: ("far_max",)}
 SINKS, BLOCKS = {"sink_k", "sink_v", "sink_seen", "length"}, {"block_k", "block_v", "length"}
+BORDERS = {"borders_max", "borders_sum"}
 TOGETHER = {
     Problem: (("query", "key"), ("offset_weight", "offset_bias"), ("far_max", "far_sum")),
     Forward: (("borders_max", "borders_sum"), ("far_max", "far_sum")),
@@ -168,6 +170,7 @@ class Plan:
             names.update(NEEDED_BY_EXP.get(structure, ()))
         names |= SINKS & FIELDS[structure].keys() if n["sinks"] else set()
         names |= BLOCKS & FIELDS[structure].keys() if n["near_blocks"] else set()
+        names -= set() if n["far"] else BORDERS
         return names
 
     def problem(self, root: float, step: bool = False, /, **tensors: Tensor | None) -> Problem:
@@ -243,12 +246,27 @@ def _check_numbers(numbers: dict[str, int]) -> None:
     checks.number(OP, "stretches", n["stretches"], 1, 1 if n["kind"] == EXP else MOST_THREADS)
     if not n["near_blocks"]:
         checks.number(OP, "block", n["block"], 1, TILE)
+    else:
+        _check_near_blocks(n)
+    if not n["far"] and not n["near_blocks"]:
+        checks.number(OP, "sinks", n["sinks"], 1, SIZE)
     if n["near_blocks"] or n["causal"]:
         checks.choice(OP, "key_length", n["key_length"], (n["length"],))
     panel = 2 * 64 // 4  # the widest vectors
     numbers_of_state = (features + panel) * (max(n["head_dim"], n["value_dim"]) + panel)
     if numbers_of_state > COUNT:
         raise checks.too_large(OP, "the state of one head", numbers_of_state, COUNT)
+
+
+def _check_near_blocks(n: dict[str, int]) -> None:
+    """A block has one of them, or as many as fit into a tile."""
+    near, block = n["near"], n["block"]
+    checks.choice(OP, "tokens of a block that are left over by near blocks", block % near, (0,))
+    if block > near:
+        checks.number(OP, "block", block, 1, n["tile"])
+    exact = (2 * (n["reach"] * near + block) + block + n["sinks"]) * TILE  # the logits of a tile
+    if exact > COUNT:
+        raise checks.too_large(OP, "the exact logits of one tile", exact, COUNT)
 
 
 def _sizes(n: dict[str, int]) -> dict[str, int | None]:
@@ -260,7 +278,8 @@ def _sizes(n: dict[str, int]) -> dict[str, int | None]:
         **{"Dv": n["value_dim"], "V": n["value_dim"] + 1, "M": n["num_features"], "M+1": n["num_features"] + 1},
         **{"maxima": n["num_features"] if exp else 1, "norms": 2 if exp else None},
         **{"maps": n["map_heads"], "masks": n["mask_batch"], "slices": n["slices"]},
-        **{"sinks": n["sinks"], "blocks": 2 * n["block"] if n["near_blocks"] else 0},
+        **{"sinks": n["sinks"], "blocks": (n["reach"] + 1) * n["near"] if n["near_blocks"] else 0},
+        **{"kept_M": n["num_features"] * n["far"], "kept_maxima": (n["num_features"] if exp else 1) * n["far"]},
         "borders": borders if n["causal"] or n["near_blocks"] else 1,
     }
 

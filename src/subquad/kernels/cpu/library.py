@@ -27,6 +27,7 @@ class Problem(Structure):
         *((name, c_int32) for name in ("head_dim", "value_dim", "num_features", "sinks")),
         *((name, c_int32) for name in ("causal", "gaussian", "near_blocks", "mask_batch")),
         *((name, c_int32) for name in ("block", "blocks_per_segment", "threads", "slices", "stretches")),
+        *((name, c_int32) for name in ("near", "reach", "far")),
         *((name, c_int64) for name in ("tile", "length", "key_length")),
         ("root", c_float),
         *((name, Array) for name in ("q", "k", "v", "sink_k", "sink_v")),

@@ -15,8 +15,9 @@ class FavorOptions(NamedTuple):
 
     near: tokens per exact block, 0 for none. sinks: leading tokens that every query sees exactly. scale: of the
     logits. gaussian: exp(-|q - k|^2 / 2) instead of exp(q.k). chunk: tokens done at once, 0 to choose; speed only.
-    backend: an engine, or "auto" until one is chosen. The rest is settled for each call: rule and groups are the
-    feature map's, borders says whether to keep what the backward needs.
+    backend: an engine, or "auto" until one is chosen. reach: near blocks on either side of the own one that are exact.
+    far: whether there is a far field. The rest is settled for each call: rule and groups are the feature map's, borders
+    says whether to keep what the backward needs.
     """
 
     near: int
@@ -29,6 +30,8 @@ class FavorOptions(NamedTuple):
     rule: str = "norm"
     groups: int = 1
     borders: bool = False
+    reach: int = 1
+    far: bool = True
 
 
 class FavorInputs(NamedTuple):

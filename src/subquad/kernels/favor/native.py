@@ -19,12 +19,19 @@ from subquad.kernels.problem import Gradients, Outputs, Saved
 
 def border_count(length: int, heads: int, num_features: int, options: FavorOptions) -> int:
     """How many states the forward keeps for the backward, however many heads there are."""
-    if not options.borders:
+    if not (options.borders and options.far):
         return 0
     if not options.causal and not options.near:
         return 1
-    block = options.near or call.block_size(0, options.chunk, length)  # not cut to the length, which may be a symbol
+    block = _block(options, MOST_TOKENS)  # not cut to the length, which may be a symbol
     return call.border_count(length, block, num_features) * (1 if options.causal else 2)
+
+
+def _block(options: FavorOptions, length: int) -> int:
+    """Tokens per block. Near blocks that reach no further than their neighbours are blocks themselves."""
+    if options.near and (options.reach > 1 or not options.far):
+        return call.blocks_of_tile(options.near, options.chunk, length)
+    return call.block_size(options.near, options.chunk, length)
 
 
 def forward(inputs: FavorInputs, options: FavorOptions) -> Outputs:
@@ -55,7 +62,7 @@ def _problem(inputs: FavorInputs, options: FavorOptions) -> tuple[Plan, Problem]
     masks = inputs.alive, inputs.fold, inputs.sink_seen
     batch = max((m.shape[0] for m in masks if m is not None), default=1)
     alive, fold, sink_seen = (mask(m, batch) for m in masks)
-    block = call.block_size(options.near, options.chunk, q.shape[2])
+    block, near = _block(options, q.shape[2]), min(options.near, q.shape[2]) or 1
     divisible = options.groups if options.rule == "groups" else num_features // call.SMALLEST_SLICE
     plan = make_plan(
         q,
@@ -74,6 +81,9 @@ def _problem(inputs: FavorInputs, options: FavorOptions) -> tuple[Plan, Problem]
         block=block,
         blocks_per_segment=call.blocks_per_segment(block, num_features),
         tile=min(options.chunk or call.TILE, call.TILE),
+        near=near,
+        reach=min(options.reach, -(-q.shape[2] // near)),  # no block is farther away
+        far=int(options.far),
         slices=max(1, min(parts_per_head(q.shape[0] * k.shape[1]), divisible)),
     )
     rows = {name: dense_rows(getattr(inputs, name)) for name in ("q", "k", "v", "sink_k", "sink_v")}
@@ -112,13 +122,14 @@ def step(
     """
     near, sinks = options.near, options.sinks
     numbers = map.num_features, map.query.shape[0], map.rule, map.groups, sinks, options.gaussian, near
+    numbers += options.reach, options.far
     plan = call.step_plan(call.told_by(q, k, v), "exp", *numbers)
     length = state.length.contiguous()
 
     def changes() -> tuple[str, ...]:
         lengths = length.tolist()
         checks.lengths(gate.OP, "length", lengths, MOST_TOKENS)
-        return _changed(lengths, near, sinks)
+        return _changed(lengths, near, sinks, options.far)
 
     kept = {name: getattr(state, name).contiguous() for name in KEPT}
     read = {**kept, "length": length, "real": None if real is None else real.contiguous()}
@@ -127,8 +138,8 @@ def step(
     return out, {"length": length + (1 if real is None else real), **kept, **new}
 
 
-def _changed(length: Sequence[int], near: int, sinks: int) -> tuple[str, ...]:
+def _changed(length: Sequence[int], near: int, sinks: int, far: bool = True) -> tuple[str, ...]:
     """The tensors of a state that one more token changes."""
-    fold = not near or any((before + 1) % near == 0 for before in length)
+    fold = far and (not near or any((before + 1) % near == 0 for before in length))
     sink = any(before < sinks for before in length)
     return (FAR if fold else ()) + (SINKS if sink else ()) + (BLOCKS if near else ())

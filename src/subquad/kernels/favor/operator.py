@@ -16,6 +16,12 @@ class _FavorOperation(Operation):
     """Sinks that are the first tokens of k and v are cut off here: to add two gradients of all keys would take as long
     as to read and write them three times."""
 
+    def needs(self, options: FavorOptions) -> dict[str, bool]:
+        return {"reach": options.reach > 1, "without_far": not options.far}
+
+    def keeps_state(self, options: FavorOptions) -> bool:
+        return options.far
+
     def with_all_inputs(self, inputs: FavorInputs, options: FavorOptions) -> FavorInputs:
         if inputs.sink_k is not None:
             return inputs
@@ -43,7 +49,7 @@ _OPERATION = _FavorOperation(
 def favor_attention(
     q: Tensor, k: Tensor, v: Tensor, map: FeatureMap, options: FavorOptions, *, causal: bool, **others: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output `[B, H, T, Dv]` and, when causal, the far field after the last token (max, sum).
+    """Output `[B, H, T, Dv]` and, when causal, the far field after the last token (max, sum), if there is one.
 
     others: the tensors of `FavorInputs` that may be left out, by name.
     """

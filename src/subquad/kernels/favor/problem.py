@@ -34,7 +34,7 @@ def within_length(options: FavorOptions, length: int) -> FavorOptions:
 
 def border_count(length: int, heads: int, num_features: int, options: FavorOptions) -> int:
     """How many states the forward keeps for the backward."""
-    if not options.borders:
+    if not (options.borders and options.far):
         return 0
     if not options.causal and not options.near:
         return 1
@@ -50,6 +50,9 @@ class FavorProblem(Problem):
         self.features = LogFeatures(inputs.feature_map(options), self.dtype, options.gaussian, want_map)
         self.num_features = inputs.num_features
         self.block, self.tile = tile_shape(self.batch * self.heads, self.num_features, options)
+        # a near block longer than the sequence is the sequence; other blocks must stay powers of two, to be split
+        self.cut_block = min(self.block, self.length) if options.near else self.block
+        self.reach = min(options.reach, -(-self.length // self.cut_block))  # no block is farther away
         assert inputs.sink_k is not None
         assert inputs.sink_v is not None
         self.sinks = inputs.sink_k.shape[2]

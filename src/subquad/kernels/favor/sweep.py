@@ -1,8 +1,8 @@
 """FAVOR block by block along the sequence, with the far field as a running state.
 
-near > 0: block b reads the state of blocks up to b - 2 and attends exactly to blocks b - 1 and b (b + 1 too when not
-causal); what lies after b + 1 is read by a second sweep in reverse. A state holds whole blocks only, all of them
-visible, so its normaliser is at least 1 at the running maxima and nothing can underflow unseen.
+near > 0: block b reads the state of blocks up to b - reach - 1 and attends exactly to those from b - reach to b (to
+b + reach when not causal); what lies after b + reach is read by a second sweep in reverse. A state holds whole blocks
+only, all of them visible, so its normaliser is at least 1 at the running maxima and nothing can underflow unseen.
 
 near = 0, causal: block b reads the state of blocks up to b - 1 and its own keys by features. The maxima then include
 keys that a row may not see; where those tower over what it does see, the row's sum is too small to trust (the
@@ -21,6 +21,7 @@ from torch import Tensor
 from subquad.kernels.blocks import to_blocks, window
 from subquad.kernels.centre import FarField, Piece, Rows, merged_rows, pieces
 from subquad.kernels.compensated import Total
+from subquad.kernels.favor.exact import ExactKeys, Span
 from subquad.kernels.favor.problem import FavorProblem, normalise_centred, references
 from subquad.kernels.problem import FLOOR, Gradients, KeyTile, Saved, Target, between_borders
 from subquad.kernels.scan import running_maxima, scan, scan_backward
@@ -56,15 +57,18 @@ class Tile(NamedTuple):
     def keys(self) -> KeyTile:
         return self.folded.keys
 
+    @property
+    def span(self) -> Span:
+        return Span(self.start, self.block, self.blocks, self.x, self.keys)
+
 
 class Sweep:
     def __init__(self, problem: FavorProblem, *, reverse: bool = False) -> None:
         self.p, self.reverse = problem, reverse
         self.near = problem.options.near
         self.own_by_features = self.near == 0
-        # a near block longer than the sequence is the sequence; other blocks must stay powers of two, to be split
-        self.block = min(problem.block, problem.length) if self.near else problem.block
-        self.tile = problem.tile  # tokens
+        self.block, self.tile = problem.cut_block, problem.tile  # tokens
+        self.exact = ExactKeys(problem)
 
     def segments(self) -> list[list[Piece]]:
         """Pieces of the tiles, in order, by the border state they come after."""
@@ -122,12 +126,11 @@ class Sweep:
         if self.own_by_features:
             return self.p.keys(start, block, blocks)
         if self.reverse:
-            return self.p.keys(start + block, block, blocks)
-        neighbours = 1 if self.p.options.causal else 2
-        return self.p.keys(start - block, block, blocks + neighbours)
+            return self.p.keys(start + self.p.reach * block, block, blocks)
+        return self.exact.keys(start, block, blocks)
 
     def _read(self, tile: Tile) -> tuple[Rows, Tensor, bool]:
-        exact, logits, near = self._exact(tile), None, None
+        exact, logits, near = None if self.reverse else self.exact.of(tile.span), None, None
         if exact is not None:
             logits = self.p.exact_logits(tile.x, exact[0], exact[2])
         reference = references(tile.logs, logits, tile.scalar)
@@ -170,37 +173,6 @@ class Sweep:
         """Starts of the smaller tiles that an uncertified one is cut into."""
         stop = min(tile.start + tile.block * tile.blocks, self.p.length)
         return range(tile.start, stop, tile.blocks * (tile.block // SPLIT or 1))
-
-    def _exact(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Keys and values `[B, K, N, E, ...]` a block attends to exactly, sinks first, and the mask `[.., N, C, E]`."""
-        if self.reverse or not (self.near or self.p.sinks):
-            return None
-        block, blocks = tile.block, tile.blocks
-        y, v, masks = [], [], []
-        if self.p.sinks:
-            y.append(self.p.sink_y[:, :, None].expand(-1, -1, blocks, -1, -1))
-            v.append(self.p.sink_values[:, :, None].expand(-1, -1, blocks, -1, -1))
-            masks.append(self.p.sink_mask(tile.start, block, blocks))
-        for shift in self._neighbours(tile):
-            y.append(tile.keys.y[:, :, shift : shift + blocks])
-            v.append(tile.keys.v[:, :, shift : shift + blocks])
-            masks.append(self._neighbour_mask(tile, shift))
-        batch = max(mask.shape[0] for mask in masks)
-        masks = [mask.expand(batch, -1, -1, block, -1) for mask in masks]
-        return torch.cat(y, 3), torch.cat(v, 3), torch.cat(masks, 4)
-
-    def _neighbours(self, tile: Tile) -> range:
-        """Offsets into the tile's keys of the previous block, the own one (1) and the next."""
-        return range(tile.keys.y.shape[2] - tile.blocks + 1 if self.near else 0)
-
-    def _neighbour_mask(self, tile: Tile, shift: int) -> Tensor:
-        alive = tile.keys.alive
-        if alive is None:
-            alive = tile.x.new_ones(1, 1, tile.keys.y.shape[2], tile.block, dtype=torch.bool)
-        mask = alive[:, :, shift : shift + tile.blocks, None]
-        if self.p.options.causal and shift == 1:
-            mask = mask & mask.new_ones(tile.block, tile.block).tril_()
-        return mask
 
     def _merge(self, tile: Tile, rows: Rows, log_normaliser: Tensor, target: Target) -> tuple[Rows, Tensor]:
         """This sweep's part of the rows and what the other sweep left there, under one normaliser."""
@@ -266,8 +238,8 @@ class Sweep:
         dx = self.p.features.queries_backward(tile.x, dlogs.mul_(weights))
         dy = self.p.features.keys_backward(tile.keys.y[:, :, :blocks], key_dlogs.mul_(tile.folded.weights))
         self.p.add_key_gradients(into["k"], into["v"], tile.keys.first, block, dy, dv)
-        dx = self._exact_backward(tile, log_normaliser, grad, dx, into)
-        self.p.add_query_gradients(into["q"], start, block, dx)
+        of_exact = None if self.reverse else self.exact.backward(tile.span, log_normaliser[..., 1:], grad, into)
+        self.p.add_query_gradients(into["q"], start, block, dx if of_exact is None else dx + of_exact)
         return grad_state
 
     def _too_large(self, tile: Tile, log_normaliser: Tensor) -> bool:
@@ -290,19 +262,3 @@ class Sweep:
         scores = self._own_scores(tile, weights)
         dscores = self.p.causal_scores(grad @ tile.keys.v.mT, tile.block)
         return dscores @ tile.folded.weights, dscores.mT @ weights, scores.mT @ grad
-
-    def _exact_backward(self, tile: Tile, log_normaliser: Tensor, grad: Tensor, dx: Tensor, into: Gradients) -> Tensor:
-        exact = self._exact(tile)
-        if exact is None:
-            return dx
-        y, v, mask = exact
-        weights = self.p.exact_logits(tile.x, y, mask).sub_(log_normaliser[..., 1:]).exp_()
-        more, dy, dv = self.p.exact_backward(tile.x, y, v, weights, grad)
-        sinks, block = self.p.sinks, tile.block
-        if sinks:
-            self.p.add_sink_gradients(into, dy[..., :sinks, :], dv[..., :sinks, :])
-        for shift in self._neighbours(tile):
-            part = slice(sinks + shift * block, sinks + (shift + 1) * block)
-            first = tile.keys.first + shift * block
-            self.p.add_key_gradients(into["k"], into["v"], first, block, dy[..., part, :], dv[..., part, :])
-        return dx + more

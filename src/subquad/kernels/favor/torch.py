@@ -6,6 +6,7 @@ Letters as in `blocks.py`.
 import torch
 
 from subquad.kernels.centre import FarField
+from subquad.kernels.favor.exact import ExactOnly
 from subquad.kernels.favor.full import FullField
 from subquad.kernels.favor.inputs import FavorInputs, FavorOptions
 from subquad.kernels.favor.problem import FavorProblem, border_count
@@ -16,7 +17,9 @@ __all__ = ["backward", "border_count", "forward"]
 
 
 def _sweeps(problem: FavorProblem) -> list[Sweep]:
-    """No sweep at all: the full field. Bidirectional near blocks: one forward, one back."""
+    """No sweep at all: the full field, or none. Bidirectional near blocks: one forward, one back."""
+    if not problem.options.far:
+        return []
     if problem.options.causal:
         return [Sweep(problem)]
     return [Sweep(problem), Sweep(problem, reverse=True)] if problem.options.near else []
@@ -24,12 +27,15 @@ def _sweeps(problem: FavorProblem) -> list[Sweep]:
 
 def forward(inputs: FavorInputs, options: FavorOptions) -> Outputs:
     problem = FavorProblem(inputs, options)
-    target = problem.new_target((2,), options.borders)
+    target = problem.new_target((2,), options.borders and options.far)
     empty = problem.empty_state()
     count = border_count(problem.length, problem.batch * problem.heads, problem.num_features, options)
     borders = [state.new_empty(count, *state.shape) for state in (empty.max, empty.border())]
     final = (target.out.new_empty(0), target.out.new_empty(0))
-    if not (sweeps := _sweeps(problem)):
+    sweeps = _sweeps(problem)
+    if not options.far:
+        ExactOnly(problem).forward(target)
+    elif not sweeps:
         summary = FullField(problem).forward(target)
         if options.borders:
             borders[0][0], borders[1][0] = summary.max, summary.border()
@@ -49,7 +55,10 @@ def backward(inputs: FavorInputs, options: FavorOptions, saved: Saved, want_map:
     problem = FavorProblem(inputs, options, want_map)
     into = problem.new_gradients()
     at = 0
-    if not (sweeps := _sweeps(problem)):
+    sweeps = _sweeps(problem)
+    if not options.far:
+        ExactOnly(problem).backward(saved, into)
+    elif not sweeps:
         FullField(problem).backward(saved, FarField.from_border(saved.borders_max[0], saved.borders_sum[0]), into)
     for sweep in sweeps:
         into["far_sum"] = sweep.backward(saved, at, into)

@@ -24,6 +24,8 @@ struct Problem {
   int32_t causal, gaussian, near_blocks, mask_batch;  // mask_batch: rows of alive, fold and sink_seen, 1 or B
   int32_t block, blocks_per_segment, threads;
   int32_t slices, stretches;  // of a head's features (EXP), of its tokens (others), where heads are fewer than threads
+  int32_t near, reach;        // tokens per near block, of which a block has one or more; blocks that are exact on a side
+  int32_t far;                // 0: near blocks and sinks alone
   int64_t tile;  // queries done at once, at most 64
   int64_t length, key_length;
   float root;
@@ -63,7 +65,7 @@ struct Backward {
 struct Kept {
   float *far_max, *far_sum, *far_low;  // [B, K, M], [B, K, M, V]; far_low: what far_sum was rounded by
   void *sink_k, *sink_v;               // [B, K, sinks, ..] dtype
-  void *block_k, *block_v;             // [B, K, 2 near, ..] dtype
+  void *block_k, *block_v;             // [B, K, (reach + 1) near, ..] dtype
 };
 struct Step {
   const uint8_t* real;    // [B], or null: all of them

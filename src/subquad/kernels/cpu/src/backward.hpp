@@ -23,7 +23,7 @@ class BackwardTask {
  public:
   // grad: gradient of the far field (its maxima are not used), from block to block.
   BackwardTask(const View& view, const Backward& saved, Field grad, GradientWindow window)
-      : v(with_maps(view)), saved_(saved), grad_(grad), window_(window), r_(Rows::allocate(view, true)), near_(view, &window_) {
+      : v(view.p.far ? with_maps(view) : view), saved_(saved), grad_(grad), window_(window), r_(Rows::allocate(view, true)), near_(view, &window_) {
     scout_ = Keys::allocate(v, v.p.near_blocks ? v.p.block : TILE, true, false, false);
     work_ = Field::over(v, pool().take(Field::size(v)));
     allocate_tiles();
@@ -36,6 +36,10 @@ class BackwardTask {
     work_.read_border(v, saved_.borders_max, saved_.borders_sum, border);
     reserve_segment(v.p.blocks_per_segment);
     for (long i = from; i < to; ++i) {
+      if (v.tiled()) {
+        record_tiled(pass.kind == Pass::BACK, pass.block(i), i - from);
+        continue;
+      }
       states_[i - from].copy_from(v, work_);
       record_folds(pass, pass.block(i), i - from);
     }
@@ -46,8 +50,25 @@ class BackwardTask {
       if (pass.kind == Pass::OWN)
         own(b, states_[i - from], folds);
       else
-        near(pass, b, states_[i - from], folds);
+        near(pass, b, i - from, folds);
     }
+  }
+
+  // No far field.
+  void exact(long b) {
+    prefetch(v.p.near_blocks ? b - v.around() - 1 : View::NO_BLOCK, b - 1);
+    v.p.near_blocks ? near_.attend_around(b) : near_.attend_to_sinks(b);
+    if (near_.exact.empty()) return;
+    const long begin = b * v.p.block, end = std::min<long>(begin + v.p.block, v.p.length);
+    for (int group = 0; group < v.p.groups; ++group)
+      for (long t = begin; t < end; t += v.p.tile) {
+        r_.load(v, group, t, int(std::min<long>(v.p.tile, end - t)));
+        load_normalisers();
+        load_gradient(nullptr);
+        std::fill(dx_, dx_ + r_.height() * padded(v.D), 0.0f);
+        exact_rows();
+        give_queries(group);
+      }
   }
 
   // Not causal, near = 0: all queries read one field, then all keys get its gradient.
@@ -113,7 +134,7 @@ class BackwardTask {
     scratch_ = v.p.rule == GROUPS ? pool().take(n * v.M) : nullptr;
     fold_total_ = pool().take(v.M);
     dx_ = pool().take(n * padded(v.D));
-    if (v.p.near_blocks || !v.p.causal) return;
+    if (!v.tiled() && (v.p.near_blocks || !v.p.causal)) return;
     scores_ = pool().take(n * n);
     dscores_ = pool().take(n * n);
     dscores_transposed_ = pool().take(n * n);
@@ -132,6 +153,7 @@ class BackwardTask {
 
   long folds_per_block() const { return (v.p.block + TILE - 1) / TILE; }
   void reserve_segment(long blocks) {
+    in_parts_.resize(blocks);
     while (long(states_.size()) < blocks) states_.push_back(Field::over(v, pool().take(Field::size(v))));
     while (long(folds_.size()) < blocks * folds_per_block())
       folds_.push_back(Fold::allocate(v, std::min(TILE, v.p.block)));
@@ -151,7 +173,7 @@ class BackwardTask {
   // The block that enters the far field after block b was read, or -1.
   long folded_block(const Pass& pass, long b) const {
     if (pass.kind == Pass::OWN) return b;
-    const long other = pass.kind == Pass::ALONG ? b - 1 : b + 1;
+    const long other = pass.kind == Pass::ALONG ? b - v.p.reach : b + v.p.reach;
     return near_.there(other) ? other : -1;
   }
 
@@ -167,6 +189,24 @@ class BackwardTask {
     for (int i = 0; i < scout_.count; i += TILE, ++folds) {
       make_fold(v, scout_, i, std::min(TILE, scout_.count - i), work_.max, false, *folds, &work_);
     }
+  }
+
+  // A block of several near blocks, as `read_and_fold` of the forward: the state that its rows read is kept.
+  SUBQUAD_STAGE void record_tiled(bool back, long b, long place) {
+    Field& state = states_[place];
+    Fold& fold = folds_[place];
+    state.copy_from(v, work_);
+    in_parts_[place] = false;
+    const long token = v.folded_token(back, b);
+    if (token + v.p.block <= 0 || token >= v.p.key_length) return;
+    scout_.load(v, token, v.p.block, work_.centre);
+    make_fold(v, scout_, 0, scout_.count, work_.max, false, fold);
+    in_parts_[place] = grows_much(state.max, work_.max, v.M);
+    if (fold.decays) {
+      work_.scale(v, fold.decay);
+      if (!in_parts_[place]) state.copy_from(v, work_);
+    }
+    add_fold(v, scout_, fold, work_, 0, v.M);
   }
 
   // key_dlogs = gradient of the weights of a fold, less the totals', which are added at last; values get theirs.
@@ -196,14 +236,79 @@ class BackwardTask {
 
   // Blocks ------------------------------------------------------------------------------------------------------------
 
-  void near(const Pass& pass, long b, const Field& state, const Fold* folds) {
-    const long other = folded_block(pass, b);
+  void near(const Pass& pass, long b, long place, const Fold* folds) {
+    const long other = v.tiled() ? -1 : folded_block(pass, b);
     for (long i = folds_per_block() - 1; i >= 0 && other >= 0; --i) fold_backward(near_.block(other), folds[i]);
     if (pass.kind == Pass::ALONG)
       near_.attend_around(b);
     else
       near_.attend_to_nothing();
-    block_rows(b, state);
+    if (v.tiled()) return near_tiled(pass.kind == Pass::BACK, b, place, *folds);
+    block_rows(b, states_[place]);
+  }
+
+  // Several near blocks, as `read_and_fold` of the forward.
+  void near_tiled(bool back, long b, long place, const Fold& fold) {
+    const long begin = b * v.p.block;
+    const int count = int(std::min<long>(v.p.block, v.p.length - begin));
+    const Field& state = states_[place];
+    Keys* const folded = near_.folded(back, b);
+    if (!folded) return block_rows(b, state);
+    if (in_parts_[place]) {
+      near_parts(begin, count, back, *folded, state);
+    } else {
+      triangle_ = Triangle::of(v, back);
+      fold_gradient(*folded, fold);
+      for (int group = 0; group < v.p.groups; ++group) {
+        open_rows(group, begin, count, state);
+        rows_backward(group, state, folded, &fold);
+      }
+      finish_fold(*folded, fold);
+      if (fold.decays) grad_.scale(v, fold.decay);
+    }
+    near_.release(*folded);
+  }
+  // Its near blocks one by one.
+  void near_parts(long begin, int count, bool back, Keys& folded, const Field& before) {
+    const std::vector<float> fold(folded.fold, folded.fold + folded.height);
+    const int parts = v.p.block / v.p.near;
+    const auto part_at = [&](int step) { return back ? parts - 1 - step : step; };
+    std::vector<Buffer> memory;
+    std::vector<Field> states;
+    for (int step = 0; step < parts; ++step) {  // what each of them finds
+      memory.push_back(new_buffer(Field::size(v)));
+      states.push_back(Field::over(v, memory.back().get()));
+      states.back().copy_from(v, step ? states[step - 1] : before);
+      if (step) fold_near(folded, fold, part_at(step - 1), states.back());
+    }
+    for (int step = parts - 1; step >= 0; --step) {
+      const int part = part_at(step), first = part * v.p.near, some = std::min(v.p.near, count - first);
+      OwnedFold own(v, v.p.block);
+      std::copy(states[step].max, states[step].max + v.M, work_.max);
+      scout_.load(v, folded.token, folded.count);
+      fold_only(v, scout_, fold, part);
+      make_fold(v, scout_, 0, scout_.count, work_.max, false, own);
+      fold_backward(folded, own);
+      for (int group = 0; group < v.p.groups && some > 0; ++group) {
+        open_rows(group, begin + first, some, states[step]);
+        rows_backward(group, states[step], nullptr, nullptr);
+      }
+    }
+  }
+  // One near block of those that are folded, into a field, about its centre.
+  void fold_near(const Keys& folded, const std::vector<float>& fold, int part, Field& field) {
+    OwnedFold own(v, v.p.block);
+    scout_.load(v, folded.token, folded.count, field.centre);
+    fold_only(v, scout_, fold, part);
+    make_fold(v, scout_, 0, scout_.count, field.max, false, own, &field);
+  }
+  // The field relative to the maxima after a fold.
+  const Field* decayed(const Field& before, const Fold& fold) {
+    if (!fold.decays) return &before;
+    read_.copy_from(v, before);
+    read_.scale(v, fold.decay);
+    std::copy(fold.max, fold.max + v.M, read_.max);
+    return &read_;
   }
 
   void block_rows(long b, const Field& state) {
@@ -211,7 +316,7 @@ class BackwardTask {
     for (int group = 0; group < v.p.groups; ++group)
       for (long t = begin; t < end; t += v.p.tile) {
         open_rows(group, t, int(std::min<long>(v.p.tile, end - t)), state);
-        rows_backward(group, int(t - begin), state, nullptr, nullptr);
+        rows_backward(group, state, nullptr, nullptr);
       }
   }
 
@@ -222,13 +327,7 @@ class BackwardTask {
   }
 
   void own_tokens(long begin, int count, const Field& before, const Fold& fold) {
-    const Field* state = &before;
-    if (fold.decays) {  // the own keys are relative to the later maxima, so the field must be too
-      read_.copy_from(v, before);
-      read_.scale(v, fold.decay);
-      std::copy(fold.max, fold.max + v.M, read_.max);
-      state = &read_;
-    }
+    const Field* state = decayed(before, fold);  // the own keys are relative to the later maxima
     for (int group = 0; group < v.p.groups; ++group) {
       open_rows(group, begin, count, *state);
       if (v.logarithmic() && count > 1 && too_large()) return own_parts(begin, count, before);
@@ -237,7 +336,7 @@ class BackwardTask {
     fold_gradient(block, fold);
     for (int group = 0; group < v.p.groups; ++group) {
       if (v.p.groups > 1) open_rows(group, begin, count, *state);
-      rows_backward(group, 0, *state, &block, &fold);
+      rows_backward(group, *state, &block, &fold);
     }
     finish_fold(block, fold);
     if (fold.decays) grad_.scale(v, fold.decay);
@@ -275,15 +374,19 @@ class BackwardTask {
   // Queries, normalisers and log-features (or features) of a tile.
   void open_rows(int group, long token, int count, const Field& state) {
     r_.load(v, group, token, count);
-    const int norms = Output::norms_of(v);
-    const float* norm = saved_.normaliser + ((v.b * v.p.key_heads * v.p.groups + r_.head) * v.p.length + token) * norms;
     if (v.logarithmic())
       query_logs(v, state.max, r_);
     else
       query_elementwise(v, r_);
+    std::copy(r_.far, r_.far + r_.height(), largest_);
+    load_normalisers();
+  }
+  void load_normalisers() {
+    const int norms = Output::norms_of(v);
+    const long row = (v.b * v.p.key_heads * v.p.groups + r_.head) * v.p.length + r_.token;
+    const float* norm = saved_.normaliser + row * norms;
     for (int t = 0; t < r_.height(); ++t) {
-      const bool there = t < count;
-      largest_[t] = r_.far[t];
+      const bool there = t < r_.count;
       if (v.logarithmic()) {
         r_.far[t] = there ? norm[2 * t] : INFINITE;
         r_.exact[t] = there ? norm[2 * t + 1] : INFINITE;
@@ -350,7 +453,7 @@ class BackwardTask {
     });
   }
 
-  void rows_backward(int group, int offset, const Field& state, Keys* own, const Fold* fold) {
+  void rows_backward(int group, const Field& state, Keys* own, const Fold* fold) {
     load_gradient(&state);
     normalise_weights();
     const int tall = int(r_.height());
@@ -362,8 +465,11 @@ class BackwardTask {
     queries_backward(v, r_, dlogs_, scratch_, map_, dx_);
     if (!near_.exact.empty()) {
       std::fill(r_.sum, r_.sum + tall, 0.0f);
-      exact_rows(offset);
+      exact_rows();
     }
+    give_queries(group);
+  }
+  void give_queries(int group) {
     float* to = window_.q + group * window_.tokens * v.D;
     give_rows(window_.add, dx_, padded(v.D), r_.count, v.D, v.p.root, r_.token, v.p.length, to, window_.first);
   }
@@ -382,23 +488,25 @@ class BackwardTask {
     }
   }
 
-  void exact_rows(int offset) {
+  void exact_rows() {
     float kept[TILE];
     std::copy(r_.exact, r_.exact + r_.height(), kept);  // the logits' maxima are written there
-    near_.exact.logits(v, r_, offset);
+    near_.exact.logits(v, r_);
     std::copy(kept, kept + r_.height(), r_.exact);
-    near_.exact.weights(v, r_, offset);
-    near_.exact.backward(v, r_, offset, grad_lanes_, grad_columns_, minus_dot_, dx_);
+    near_.exact.weights(v, r_);
+    near_.exact.backward(v, r_, grad_lanes_, grad_columns_, minus_dot_, dx_);
   }
 
   // The gradient of the scores of rows in panel j, as [rows][keys].
-  void transpose_scores(const float* dscores, int seen, int j) {
+  void transpose_scores(const float* dscores, Seen keys, int j) {
+    const int seen = keys.to - keys.from;
     for (int s = 0; s < padded(seen); s += LANES)
       for (int i = 0; i < PANEL; i += LANES) {
         Vec square[LANES] = {};
         for (int e = 0; e < LANES && s + e < seen; ++e) square[e] = load(dscores + (s + e) * PANEL + i);
         transpose(square);
-        float* to = dscores_transposed_ + (s / PANEL * padded(TILE) + j * PANEL + i) * PANEL + s % PANEL;
+        const int first = keys.from + s;
+        float* to = dscores_transposed_ + (first / PANEL * padded(TILE) + j * PANEL + i) * PANEL + first % PANEL;
         for (int e = 0; e < LANES; ++e) store(to + e * PANEL, square[e]);
       }
   }
@@ -407,26 +515,43 @@ class BackwardTask {
   SUBQUAD_STAGE void own_backward(Keys& own, const Fold& fold) {
     const long n = padded(TILE);
     for (int j = 0; j < r_.panel_count; ++j) {
-      const int seen = std::min(own.count, (j + 1) * PANEL);
-      float *scores = scores_ + j * n * PANEL, *dscores = dscores_ + j * n * PANEL;
-      const float* weights = r_.weights + long(j) * v.M * PANEL;
-      multiply_panel<false>(seen, v.M, transposed(fold.weights, v.M), weights, scores, PANEL);
-      multiply_panel<false>(seen, v.Dv, panels(own.value_columns, own.height), grad_lanes_ + long(j) * v.Dv * PANEL, dscores,
-                            PANEL);
+      const Seen keys = triangle_.keys(j, own.count);
+      const int seen = keys.to - keys.from;
+      const float *weights = r_.weights + long(j) * v.M * PANEL, *features = fold.weights + long(keys.from) * v.M;
+      float *scores = scores_ + (j * n + keys.from) * PANEL, *dscores = dscores_ + (j * n + keys.from) * PANEL;
+      if (v.tiled())
+        each_chunk(v, [&](int begin, int count) {  // both sides stay in the first cache
+          const auto multiply = begin ? multiply_panel<true, Transposed> : multiply_panel<false, Transposed>;
+          multiply(seen, count, transposed(features + begin * PANEL, v.M), weights + begin * PANEL, scores, PANEL);
+        });
+      else
+        multiply_panel<false>(seen, v.M, transposed(features, v.M), weights, scores, PANEL);
+      multiply_panel<false>(seen, v.Dv, panels(own.value_columns + keys.from * PANEL, own.height),
+                            grad_lanes_ + long(j) * v.Dv * PANEL, dscores, PANEL);
       for (int s = 0; s < seen; ++s) {
         float *score = scores + s * PANEL, *grad = dscores + s * PANEL;
         for (int i = 0; i < PANEL; i += LANES) store(grad + i, load(grad + i) + load(minus_dot_ + j * PANEL + i));
-        hide_rows(score, s - j * PANEL), hide_rows(grad, s - j * PANEL);
+        triangle_.hide(score, keys.from + s, j), triangle_.hide(grad, keys.from + s, j);
       }
-      transpose_scores(dscores, seen, j);
-      multiply_panel<true>(v.M, seen, panels(fold.weights, v.M), dscores, dlogs_ + long(j) * v.M * PANEL, PANEL);
+      std::fill(scores + seen * PANEL, scores + (padded(keys.to) - keys.from) * PANEL, 0.0f);  // keys of the last panel
+      transpose_scores(dscores, keys, j);
+      multiply_panel<true>(v.M, seen, panels(features, v.M), dscores, dlogs_ + long(j) * v.M * PANEL, PANEL);
     }
-    for (int s = 0; s < own.count; s += PANEL) {  // rows before a key's panel do not see it
-      const int j = s / PANEL, rest = int(r_.height()) - s;
+    for (int s = 0; s < own.count; s += PANEL) {
+      const auto sees = [&](int j) {
+        const Seen keys = triangle_.keys(j, own.count);
+        return keys.from <= s && keys.to > s;
+      };
+      int j = 0, end = r_.panel_count;  // panels of rows before `j` and from `end` on do not see these keys
+      while (j < end && !sees(j)) ++j;
+      while (end > j && !sees(end - 1)) --end;
+      const int rest = (end - j) * PANEL;
+      if (!rest) continue;
       add_product(v.M, PANEL, rest, panels(r_.weights + long(j) * v.M * PANEL, v.M),
-                  {dscores_transposed_ + (j * n + s) * PANEL, 0}, in_panels(key_dlogs_ + long(j) * v.M * PANEL, v.M));
+                  {dscores_transposed_ + (s / PANEL * n + j * PANEL) * PANEL, 0},
+                  in_panels(key_dlogs_ + long(s / PANEL) * v.M * PANEL, v.M));
       add_product(std::min(PANEL, own.count - s), v.Dv, rest, panels(scores_ + (j * n + s) * PANEL, n),
-                  {grad_columns_ + s * PANEL, r_.height() * PANEL}, in_rows(own.value_grad + s * v.height, v.height));
+                  {grad_columns_ + j * PANEL * PANEL, r_.height() * PANEL}, in_rows(own.value_grad + s * v.height, v.height));
     }
   }
 
@@ -437,8 +562,10 @@ class BackwardTask {
   Rows r_;
   Neighbours near_;  // collects gradients
   Keys scout_;       // does not: runs ahead when a segment is folded once more
+  Triangle triangle_ = Triangle::of(v, false);
   std::vector<Field> states_;
   std::vector<Fold> folds_;
+  std::vector<char> in_parts_;  // whether a block of several near blocks is done one near block after the other
   MapGradients map_{};
   float *grad_lanes_, *grad_columns_, *minus_dot_, *centred_dot_, *lows_, *dlogs_, *key_dlogs_, *fold_total_, *scratch_, *dx_;
   float *scores_ = nullptr, *dscores_ = nullptr, *dscores_transposed_ = nullptr;

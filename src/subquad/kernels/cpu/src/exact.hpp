@@ -1,13 +1,20 @@
 // Exact logits of a tile of queries: the sinks, the neighbouring blocks and the own one. Letters as in api.hpp.
 #pragma once
+#include <vector>
+
 #include "features.hpp"
 
 namespace subquad {
 
 struct Piece {
-  enum Which { SINKS, NEIGHBOUR, OWN } which;
+  bool sinks;
   Keys* keys;
   long begin;  // its first row among the logits
+};
+
+// Keys [from, to) of a piece, or rows of a panel.
+struct Seen {
+  int from, to;
 };
 
 class Exact {
@@ -19,98 +26,121 @@ class Exact {
     e.grad_ = backward ? pool().take(capacity * TILE) : nullptr;
     return e;
   }
-  void clear() { count_ = 0, size_ = 0; }
-  void add(Piece::Which which, Keys* keys) {
-    pieces_[count_++] = {which, keys, size_};
+  void clear() { pieces_.clear(), size_ = 0; }
+  void add(bool sinks, Keys* keys) {
+    pieces_.push_back({sinks, keys, size_});
     size_ += keys->count;
   }
   bool empty() const { return size_ == 0; }
 
-  // Logits, -inf where not seen, and the largest of each row in `r.exact`. `offset`: the tile's place in its block.
-  SUBQUAD_STAGE void logits(const View& v, Rows& r, int offset) {
+  // Logits, -inf where not seen, and the largest of each row in `r.exact`.
+  SUBQUAD_STAGE void logits(const View& v, Rows& r) {
     for (int j = 0; j < r.panel_count; ++j) {
       top_[0] = top_[1] = splat(-INFINITE);
-      for (int i = 0; i < count_; ++i) {
-        const Piece& piece = pieces_[i];
+      for (const Piece& piece : pieces_) {
         const Keys& keys = *piece.keys;
-        float* x = panel(logits_, j) + piece.begin * PANEL;
-        const int seen = reach(v, piece, offset, j);
-        multiply_panel<false>(seen, v.D, panels(keys.columns, keys.height), r.lanes + long(j) * v.D * PANEL, x, PANEL);
-        for (int e = 0; e < seen; ++e, x += PANEL) mask(v, r, piece, offset, j, e, x);
+        const Seen seen = keys_seen(v, r, piece, j);
+        float* x = panel(logits_, j) + (piece.begin + seen.from) * PANEL;
+        multiply_panel<false>(seen.to - seen.from, v.D, panels(keys.columns + seen.from * PANEL, keys.height),
+                              r.lanes + long(j) * v.D * PANEL, x, PANEL);
+        const Seen whole = seen_by_all(v, r, piece, j);
+        for (int e = seen.from; e < seen.to; ++e, x += PANEL) mask(v, r, piece, j, e, e >= whole.from && e < whole.to, x);
       }
       store(r.exact + j * PANEL, top_[0]), store(r.exact + j * PANEL + LANES, top_[1]);
     }
   }
 
   // exp(logits - exact), 0 where not seen; their sums are added to `r.sum`.
-  SUBQUAD_STAGE void weights(const View& v, Rows& r, int offset) {
+  SUBQUAD_STAGE void weights(const View& v, Rows& r) {
     for (int j = 0; j < r.panel_count; ++j)
-      for (int i = 0; i < count_; ++i) {
-        const Piece& piece = pieces_[i];
+      for (const Piece& piece : pieces_) {
         float* x = panel(logits_, j) + piece.begin * PANEL;
-        const int seen = reach(v, piece, offset, j);
+        const Seen seen = keys_seen(v, r, piece, j);
         for (int lane = 0; lane < PANEL; lane += LANES) {
           const Vec reference = load(r.exact + j * PANEL + lane);
           Vec sum = load(r.sum + j * PANEL + lane);
-          for (int e = 0; e < seen; ++e) {
+          for (int e = seen.from; e < seen.to; ++e) {
             const Vec weight = vexp(load(x + e * PANEL + lane) - reference);
             store(x + e * PANEL + lane, weight);
             sum += weight;
           }
           store(r.sum + j * PANEL + lane, sum);
         }
-        std::fill(x + seen * PANEL, x + piece.keys->count * PANEL, 0.0f);
+        fill_unseen(x, seen, piece);
       }
   }
 
   // r.out [tokens][Dv] += weights^T values
-  SUBQUAD_STAGE void add_values(const View& v, Rows& r, int offset) const {
-    each_panel_and_piece(v, r, offset, [&](int j, const Piece& piece, int seen) {
-      const Transposed A = transposed(panel(logits_, j) + piece.begin * PANEL, 0);
-      const Right values{piece.keys->value_columns, piece.keys->height * PANEL};
-      add_product(PANEL, v.Dv, seen, A, values, in_rows(r.out + j * PANEL * v.height, v.height));
+  SUBQUAD_STAGE void add_values(const View& v, Rows& r) const {
+    each_panel_and_piece(v, r, [&](int j, const Piece& piece, Seen seen) {
+      const Transposed A = transposed(panel(logits_, j) + (piece.begin + seen.from) * PANEL, 0);
+      const Right values{piece.keys->value_columns + seen.from * PANEL, piece.keys->height * PANEL};
+      add_product(PANEL, v.Dv, seen.to - seen.from, A, values, in_rows(r.out + j * PANEL * v.height, v.height));
     });
   }
 
   // Adds the gradients of queries (dx), keys and values. grad: [g] in lanes and columns, and minus g.out of each row.
-  void backward(const View& v, Rows& r, int offset, const float* grad_lanes, const float* grad_columns,
-                const float* minus_dot, float* dx) {
-    each_panel_and_piece(v, r, offset, [&](int j, const Piece& piece, int seen) {
+  void backward(const View& v, Rows& r, const float* grad_lanes, const float* grad_columns, const float* minus_dot,
+                float* dx) {
+    each_panel_and_piece(v, r, [&](int j, const Piece& piece, Seen seen) {
       const Keys& keys = *piece.keys;
-      const float* weight = panel(logits_, j) + piece.begin * PANEL;
-      float* grad = panel(grad_, j) + piece.begin * PANEL;
+      const int count = seen.to - seen.from;
+      const float* weight = panel(logits_, j) + (piece.begin + seen.from) * PANEL;
+      float* grad = panel(grad_, j) + (piece.begin + seen.from) * PANEL;
       const float* lanes = grad_lanes + long(j) * v.Dv * PANEL;
-      multiply_panel<false>(seen, v.Dv, panels(keys.value_columns, keys.height), lanes, grad, PANEL);
-      for (int i = 0; i < seen * PANEL; i += LANES) {
+      multiply_panel<false>(count, v.Dv, panels(keys.value_columns + seen.from * PANEL, keys.height), lanes, grad, PANEL);
+      for (int i = 0; i < count * PANEL; i += LANES) {
         const Vec shift = load(minus_dot + j * PANEL + i % PANEL);
         store(grad + i, (load(grad + i) + shift) * load(weight + i));
       }
-      std::fill(grad + seen * PANEL, grad + keys.count * PANEL, 0.0f);
-      const Right columns{keys.columns, keys.height * PANEL};
-      add_product(PANEL, v.D, seen, transposed(grad, 0), columns, in_rows(dx + j * PANEL * padded(v.D), padded(v.D)));
+      fill_unseen(panel(grad_, j) + piece.begin * PANEL, seen, piece);
+      const Right columns{keys.columns + seen.from * PANEL, keys.height * PANEL};
+      add_product(PANEL, v.D, count, transposed(grad, 0), columns, in_rows(dx + j * PANEL * padded(v.D), padded(v.D)));
     });
-    for (int i = 0; i < count_; ++i) keys_backward(v, r, pieces_[i], offset, grad_columns);
+    for (const Piece& piece : pieces_) keys_backward(v, r, piece, grad_columns);
   }
 
  private:
   float* panel(float* x, int j) const { return x + j * size_ * PANEL; }
 
-  // How many keys of a piece panel j of the rows may see.
-  static int reach(const View& v, const Piece& piece, int offset, int j) {
-    if (piece.which != Piece::OWN || !v.p.causal) return piece.keys->count;
-    return std::min(piece.keys->count, offset + (j + 1) * PANEL);
+  static void fill_unseen(float* x, Seen seen, const Piece& piece) {
+    std::fill(x, x + seen.from * PANEL, 0.0f);
+    std::fill(x + seen.to * PANEL, x + piece.keys->count * PANEL, 0.0f);
   }
 
-  void mask(const View& v, const Rows& r, const Piece& piece, int offset, int j, int e, float* x) {
-    if (piece.which == Piece::SINKS) {
+  // Keys of a piece that some row of panel j may see.
+  static Seen keys_seen(const View& v, const Rows& r, const Piece& piece, int j) {
+    const int count = piece.keys->count;
+    if (piece.sinks) return {0, count};
+    const long row = r.token + j * PANEL, last = row + PANEL - 1, near = v.p.near, token = piece.keys->token;
+    const long begin = (row / near - v.p.reach) * near, end = v.p.causal ? last + 1 : (last / near + v.p.reach + 1) * near;
+    const int from = int(std::min<long>(count, std::max(0L, begin - token)));
+    return {from, int(std::max<long>(from, std::min<long>(count, end - token)))};
+  }
+  // Keys of a piece that every row of panel j may see.
+  static Seen seen_by_all(const View& v, const Rows& r, const Piece& piece, int j) {
+    const long row = r.token + j * PANEL, last = row + PANEL - 1, near = v.p.near, token = piece.keys->token;
+    const long begin = (last / near - v.p.reach) * near, end = v.p.causal ? row + 1 : (row / near + v.p.reach + 1) * near;
+    return {int(std::max(0L, begin - token)), int(std::max(0L, end - token))};
+  }
+  // Rows of panel j that may see key e.
+  static Seen rows_seeing(const View& v, const Rows& r, const Piece& piece, int j, int e) {
+    const long row = r.token + j * PANEL, near = v.p.near, token = piece.keys->token + e, block = token / near;
+    const long first = v.p.causal ? token : (block - v.p.reach) * near, end = (block + v.p.reach + 1) * near;
+    return {int(std::min<long>(PANEL, std::max(0L, first - row))), int(std::min<long>(PANEL, std::max(0L, end - row)))};
+  }
+
+  void mask(const View& v, const Rows& r, const Piece& piece, int j, int e, bool seen_by_all, float* x) {
+    if (piece.sinks) {
       const int64_t* seen = v.p.sink_seen + v.mask_row() * v.p.length + r.token;
       for (int i = 0; i < PANEL; ++i)
         if (j * PANEL + i >= r.count || seen[j * PANEL + i] <= e) x[i] = -INFINITE;
     } else if (!piece.keys->alive[e]) {
       std::fill(x, x + PANEL, -INFINITE);
-    } else if (piece.which == Piece::OWN && v.p.causal) {
-      const int earlier = std::min(e - offset - j * PANEL, PANEL);
-      for (int i = 0; i < earlier; ++i) x[i] = -INFINITE;
+    } else if (!seen_by_all) {
+      const Seen rows = rows_seeing(v, r, piece, j, e);
+      for (int i = 0; i < rows.from; ++i) x[i] = -INFINITE;
+      for (int i = rows.to; i < PANEL; ++i) x[i] = -INFINITE;
     }
     if (v.p.gaussian)
       for (int i = 0; i < PANEL; ++i) x[i] -= piece.keys->half_square[e];
@@ -118,18 +148,25 @@ class Exact {
   }
 
   template <class Work>
-  void each_panel_and_piece(const View& v, const Rows& r, int offset, Work work) const {
+  void each_panel_and_piece(const View& v, const Rows& r, Work work) const {
     for (int j = 0; j < r.panel_count; ++j)
-      for (int i = 0; i < count_; ++i) work(j, pieces_[i], reach(v, pieces_[i], offset, j));
+      for (const Piece& piece : pieces_) work(j, piece, keys_seen(v, r, piece, j));
   }
 
-  SUBQUAD_STAGE void keys_backward(const View& v, const Rows& r, const Piece& piece, int offset, const float* grad_columns) {
+  SUBQUAD_STAGE void keys_backward(const View& v, const Rows& r, const Piece& piece, const float* grad_columns) {
     Keys& keys = *piece.keys;
     const long depth = padded(v.D), height = r.height();
-    for (int e = 0; e < keys.count; e += PANEL) {  // panels of rows before `j` see none of these keys
-      const int j = piece.which == Piece::OWN && v.p.causal ? std::max(0, (e - offset) / PANEL) : 0;
-      const int tall = std::min(PANEL, keys.count - e), rest = int(height) - j * PANEL;
-      if (rest <= 0) break;
+    for (int e = 0; e < keys.count; e += PANEL) {
+      const int tall = std::min(PANEL, keys.count - e);
+      const auto sees = [&](int j) {
+        const Seen seen = keys_seen(v, r, piece, j);
+        return seen.from < e + tall && seen.to > e;
+      };
+      int j = 0, end = r.panel_count;  // panels of rows before `j` and from `end` on see none of these keys
+      while (j < end && !sees(j)) ++j;
+      while (end > j && !sees(end - 1)) --end;
+      const int rest = (end - j) * PANEL;
+      if (!rest) continue;
       const long at = (piece.begin + e) * PANEL, skipped = long(j) * PANEL * PANEL;
       add_product(tall, v.Dv, rest, panels(panel(logits_, j) + at, size_), {grad_columns + skipped, height * PANEL},
                   in_rows(keys.value_grad + e * v.height, v.height));
@@ -149,8 +186,7 @@ class Exact {
     }
   }
 
-  Piece pieces_[4];
-  int count_ = 0;
+  std::vector<Piece> pieces_;
   long size_ = 0;
   float *logits_ = nullptr, *grad_ = nullptr;
   Vec top_[2];

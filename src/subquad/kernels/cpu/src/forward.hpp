@@ -75,13 +75,50 @@ inline void hide_rows(float* scores, int count) {
   store(scores + LANES, without_first(load(scores + LANES), count - LANES));
 }
 
+// Which keys of a block that is folded its rows read by features: those up to the own position, or, where they are near
+// blocks, the blocks before (after) the one that the row's own block is `reach` blocks away from.
+struct Triangle {
+  enum Kind { TOKENS, BEFORE, AFTER } kind;
+  int near;
+
+  static Triangle of(const View& v, bool back) { return {v.tiled() ? back ? AFTER : BEFORE : TOKENS, v.p.near}; }
+  // Keys that some row of panel j reads; the first is the first of a panel.
+  Seen keys(int j, int count) const {
+    const int row = j * PANEL, last = row + PANEL - 1;
+    if (kind == AFTER) return {std::min(count, (row / near + 1) * near) / PANEL * PANEL, count};
+    return {0, std::min(count, kind == TOKENS ? last + 1 : last / near * near)};
+  }
+  // Zeros for the rows of panel j that do not read key s.
+  void hide(float* scores, int s, int j) const {
+    if (kind == TOKENS) return hide_rows(scores, s - j * PANEL);
+    if (kind == BEFORE) return hide_rows(scores, (s / near + 1) * near - j * PANEL);
+    for (int i = std::max(0, s / near * near - j * PANEL); i < PANEL; ++i) scores[i] = 0;
+  }
+};
+
+// Within a block that has several near blocks, rows are read at the maxima of all its folded keys, some of which they do
+// not see. That costs a row no more than this factor of its sum, as a logarithm; else near blocks are done one by one.
+constexpr float MOST_GROWTH = 10;
+inline bool grows_much(const float* before, const float* after, int count) {
+  for (int m = 0; m < count; ++m)
+    if (!(after[m] - before[m] <= MOST_GROWTH)) return true;
+  return false;
+}
+
+// Leaves only near block i of keys that are folded.
+inline void fold_only(const View& v, Keys& keys, const std::vector<float>& fold, int i) {
+  for (int t = 0; t < keys.height; ++t) keys.fold[t] = t / v.p.near == i ? fold[t] : 0;
+}
+
 class ForwardTask {
  public:
   ForwardTask(const View& view, Field field, Output output)
-      : v(with_maps(view)), field_(field), to_(output), r_(Rows::allocate(view, false)), near_(view, nullptr) {
+      : v(view.p.far ? with_maps(view) : view), field_(field), to_(output), r_(Rows::allocate(view, false)),
+        near_(view, nullptr) {
     fold_ = Fold::allocate(v, TILE);
     lows_ = Lows::allocate(v);
     part_ = {pool().take(v.height), reinterpret_cast<int8_t*>(pool().take(v.height)), nullptr};
+    if (v.tiled()) scores_ = pool().take(TILE * TILE);
     if (v.p.near_blocks || !v.p.causal) return;
     scores_ = pool().take(TILE * TILE);
     before_ = Field::running(v, pool().take(Field::running_size(v)));
@@ -91,19 +128,29 @@ class ForwardTask {
       if (v.p.far_max[Field::place(v, 0) + m] > FLOOR / 2) first_seen_ = 0;
   }
 
-  // near > 0, towards the end: exact on blocks b - 1, b (and b + 1), far on those up to b - 2.
+  // near > 0, towards the end: exact on blocks b - reach to b (to b + reach), far on those before.
   void along(long b) {
-    prefetch(b + (v.p.causal ? 1 : 2), b + 1);
+    prefetch(b + (v.p.causal ? 1 : v.around() + 1), b + 1);
     near_.attend_around(b);
+    if (v.tiled()) return read_and_fold(b, false);
     read_block(b);
-    if (near_.there(b - 1)) fold_block(near_.block(b - 1));
+    if (near_.there(b - v.p.reach)) fold_block(near_.block(b - v.p.reach));
   }
-  // near > 0, towards the beginning: far on blocks from b + 2 on.
+  // near > 0, towards the beginning: far on blocks after b + reach.
   void back(long b) {
-    prefetch(b, b - 1);
+    prefetch(b - 1 + v.around(), b - 1);
     near_.attend_to_nothing();
+    if (v.tiled()) return read_and_fold(b, true);
     read_block(b);
-    if (near_.there(b + 1)) fold_block(near_.block(b + 1));
+    if (near_.there(b + v.p.reach)) fold_block(near_.block(b + v.p.reach));
+  }
+  // No far field.
+  void exact(long b) {
+    prefetch(v.p.near_blocks ? b + (v.p.causal ? 1 : v.around() + 1) : View::NO_BLOCK, b + 1);
+    v.p.near_blocks ? near_.attend_around(b) : near_.attend_to_sinks(b);
+    const long begin = b * v.p.block, end = std::min<long>(begin + v.p.block, v.p.length);
+    for (int group = 0; group < v.p.groups; ++group)
+      for (long t = begin; t < end; t += v.p.tile) read_exact(group, t, int(std::min<long>(v.p.tile, end - t)));
   }
   // near = 0, not causal: first all keys, then all queries.
   void gather(long b) {
@@ -135,7 +182,7 @@ class ForwardTask {
   void read_prepared(const Keys& keys, const Fold& fold, Field before) {
     field_ = before, fold_ = fold;
     prefetch(View::NO_BLOCK, keys.token / v.p.block + 1);
-    for (int group = 0; group < v.p.groups; ++group) read_rows(group, keys.token, keys.count, 0, &keys);
+    for (int group = 0; group < v.p.groups; ++group) read_rows(group, keys.token, keys.count, &keys);
   }
 
  private:
@@ -157,15 +204,61 @@ class ForwardTask {
     const long begin = b * v.p.block, end = std::min<long>(begin + v.p.block, v.p.length);
     for (int group = 0; group < v.p.groups; ++group)
       for (long t = begin; t < end; t += v.p.tile)
-        read_rows(group, t, int(std::min<long>(v.p.tile, end - t)), int(t - begin), nullptr);
+        read_rows(group, t, int(std::min<long>(v.p.tile, end - t)), nullptr);
+  }
+
+  // A block of several near blocks: the field before it, and what of the keys that enter it its later near blocks see.
+  void read_and_fold(long b, bool back) {
+    const long begin = b * v.p.block;
+    const int count = int(std::min<long>(v.p.block, v.p.length - begin));
+    Keys* const folded = near_.folded(back, b);
+    if (!folded) return read_block(b);
+    triangle_ = Triangle::of(v, back);
+    before_max_.assign(field_.max, field_.max + v.M);
+    make_fold(v, *folded, 0, folded->count, field_.max, false, fold_);
+    if (grows_much(before_max_.data(), field_.max, v.M)) {
+      std::copy(before_max_.begin(), before_max_.end(), field_.max);
+      return read_and_fold_parts(begin, count, back, *folded);
+    }
+    if (fold_.decays) field_.scale(v, fold_.decay);
+    for (int group = 0; group < v.p.groups; ++group) read_rows(group, begin, count, folded);
+    if (field_.is_centred(v)) folded->subtract(v, field_.centre);
+    add_fold(v, *folded, fold_, field_, 0, v.M);
+  }
+  void read_and_fold_parts(long begin, int count, bool back, Keys& folded) {
+    const std::vector<float> fold(folded.fold, folded.fold + folded.height);
+    const int parts = v.p.block / v.p.near;
+    if (field_.is_centred(v)) folded.subtract(v, field_.centre);
+    for (int step = 0; step < parts; ++step) {
+      const int part = back ? parts - 1 - step : step, first = part * v.p.near, some = std::min(v.p.near, count - first);
+      for (int group = 0; group < v.p.groups && some > 0; ++group) read_rows(group, begin + first, some, nullptr);
+      fold_only(v, folded, fold, part);
+      make_fold(v, folded, 0, folded.count, field_.max, false, fold_, &field_);
+    }
+  }
+
+  // The rows' exact part, and nothing else.
+  void read_exact(int group, long token, int count) {
+    r_.load(v, group, token, count);
+    std::fill(r_.out, r_.out + r_.height() * v.height, 0.0f);
+    std::fill(r_.sum, r_.sum + r_.height(), 0.0f);
+    std::fill(r_.exact, r_.exact + r_.height(), FLOOR);
+    if (!near_.exact.empty()) {
+      near_.exact.logits(v, r_);
+      for (int t = 0; t < r_.height(); ++t) r_.exact[t] = std::max(r_.exact[t], FLOOR);  // rows that see nothing
+      near_.exact.weights(v, r_);
+      near_.exact.add_values(v, r_);
+    }
+    std::copy(r_.exact, r_.exact + r_.height(), r_.far);
+    for (int i = 0; i < count; ++i) write_logarithmic(group, i);
   }
 
   // Returns the smallest normaliser, at the row's reference, of a row that sees anything.
-  float read_rows(int group, long token, int count, int offset, const Keys* own) {
+  float read_rows(int group, long token, int count, const Keys* own) {
     r_.load(v, group, token, count);
     if (v.logarithmic()) {
       query_logs(v, field_.max, r_);
-      references(offset);
+      references();
       std::fill(r_.sum, r_.sum + r_.height(), 0.0f);
     } else {
       query_elementwise(v, r_);
@@ -174,14 +267,15 @@ class ForwardTask {
     each_chunk(v, [&](int begin, int features) {
       if (v.logarithmic()) query_weights(v, field_.total, r_, begin, features);
       read_field(begin, features);
+      if (own && v.tiled()) add_scores(*own, begin, features);  // while both sides are in the first cache
     });
     centred_ = field_.is_centred(v);
     std::copy(r_.sum, r_.sum + r_.height(), far_sum_);
     std::fill(r_.sum, r_.sum + r_.height(), 0.0f);
     if (own) add_own(*own);
     if (!near_.exact.empty()) {
-      near_.exact.weights(v, r_, offset);
-      near_.exact.add_values(v, r_, offset);
+      near_.exact.weights(v, r_);
+      near_.exact.add_values(v, r_);
     }
     std::copy(r_.sum, r_.sum + r_.height(), near_sum_);
     for (int t = 0; t < r_.height(); ++t) r_.sum[t] += far_sum_[t];
@@ -199,12 +293,12 @@ class ForwardTask {
   }
 
   // The largest exponent of each row, as one point on two scales: far + scalar = exact.
-  void references(int offset) {
+  void references() {
     if (near_.exact.empty()) {
       for (int t = 0; t < r_.height(); ++t) r_.exact[t] = r_.far[t] + r_.scalar[t];
       return;
     }
-    near_.exact.logits(v, r_, offset);
+    near_.exact.logits(v, r_);
     for (int t = 0; t < r_.height(); ++t) {
       const float far = r_.far[t], exact = r_.exact[t];
       r_.far[t] = std::max(far, exact - r_.scalar[t]);
@@ -212,20 +306,32 @@ class ForwardTask {
     }
   }
 
-  // Scores of the block's own keys by features, up to each row's own position.
+  // Some features' part of the scores of keys that are folded with the block.
+  SUBQUAD_STAGE void add_scores(const Keys& own, int begin, int count) {
+    for (int j = 0; j < r_.panel_count; ++j) {
+      const Seen keys = triangle_.keys(j, own.count);
+      const auto multiply = begin ? multiply_panel<true, Transposed> : multiply_panel<false, Transposed>;
+      multiply(keys.to - keys.from, count, transposed(fold_.weights + long(keys.from) * v.M + begin * PANEL, v.M),
+               r_.weights + (long(j) * v.M + begin) * PANEL, scores_ + long(j) * TILE * PANEL, PANEL);
+    }
+  }
+
+  // Scores of the keys that are folded with the block, where a row reads them.
   SUBQUAD_STAGE void add_own(const Keys& own) {
     for (int j = 0; j < r_.panel_count; ++j) {
-      const int seen = std::min(own.count, (j + 1) * PANEL);
+      const Seen keys = triangle_.keys(j, own.count);
+      const int seen = keys.to - keys.from;
       float* scores = scores_ + long(j) * TILE * PANEL;
-      multiply_panel<false>(seen, v.M, transposed(fold_.weights, v.M), r_.weights + long(j) * v.M * PANEL, scores, PANEL);
+      if (!v.tiled())
+        multiply_panel<false>(seen, v.M, transposed(fold_.weights, v.M), r_.weights + long(j) * v.M * PANEL, scores, PANEL);
       Vec low = load(r_.sum + j * PANEL), high = load(r_.sum + j * PANEL + LANES);
       for (int s = 0; s < seen; ++s) {
         float* x = scores + s * PANEL;
-        hide_rows(x, s - j * PANEL);
+        triangle_.hide(x, keys.from + s, j);
         low += load(x), high += load(x + LANES);
       }
       store(r_.sum + j * PANEL, low), store(r_.sum + j * PANEL + LANES, high);
-      add_product(PANEL, v.Dv, seen, transposed(scores, 0), {own.value_columns, own.height * PANEL},
+      add_product(PANEL, v.Dv, seen, transposed(scores, 0), {own.value_columns + keys.from * PANEL, own.height * PANEL},
                   in_rows(r_.out + j * PANEL * v.height, v.height));
     }
   }
@@ -240,7 +346,7 @@ class ForwardTask {
     }
     float smallest = INFINITE;
     for (int group = 0; group < v.p.groups; ++group)
-      smallest = std::min(smallest, read_rows(group, begin, count, 0, &block));
+      smallest = std::min(smallest, read_rows(group, begin, count, &block));
     if (smallest >= CERTIFICATE || count == 1 || !v.logarithmic()) {
       if (field_.is_centred(v)) block.subtract(v, field_.centre);
       return add_fold(v, block, fold_, field_, 0, v.M);
@@ -308,6 +414,8 @@ class ForwardTask {
   Rows r_;
   Neighbours near_;
   Fold fold_;
+  std::vector<float> before_max_;  // [M] maxima before a block of several near blocks
+  Triangle triangle_ = Triangle::of(v, false);
   Lows lows_;
   OutputRow part_;  // of a row that is to be merged
   float far_sum_[TILE], near_sum_[TILE];  // what a row weighs in the far field, and elsewhere

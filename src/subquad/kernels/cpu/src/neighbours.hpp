@@ -38,26 +38,40 @@ class Neighbours {
     const bool near = v.p.near_blocks, backward = window != nullptr;
     // The backward makes its features elsewhere, unless all keys share one field; groups and squares need the numbers too.
     const bool lanes = !backward || !(near || v.p.causal) || v.p.rule == GROUPS || v.p.gaussian;
-    slots_ = near ? 3 : 1;
-    for (int i = 0; i < slots_; ++i) {
+    slots_ = near ? std::max(3L, v.around() * (v.p.causal ? 1 : 2) + 1) : 1;
+    ring_.resize(slots_), held_.resize(slots_);
+    for (long i = 0; i < slots_; ++i) {
       ring_[i] = Keys::allocate(v, near ? v.p.block : TILE, lanes, backward ? !v.in_place() : near, backward);
       held_[i] = NOTHING;
     }
+    if (View::folds_copies(v.p)) copy_ = Keys::allocate(v, v.p.block, true, backward, backward);
     if (v.p.sinks) {
       sinks = Keys::allocate(v, v.p.sinks, true, true, backward);
       sinks.load_sinks(v);
     }
-    exact = Exact::allocate(v.p.sinks + (near ? 3L * v.p.block : 0), backward);
+    exact = Exact::allocate(v.p.sinks + (near ? slots_ * v.p.block : 0), backward);
   }
 
   Keys& block(long b) {
-    const long slot = (b + slots_) % slots_;
+    const long slot = b % slots_;
     if (held_[slot] != b) {
       if (held_[slot] != NOTHING) give_back(ring_[slot]);
       ring_[slot].load(v, b * v.p.block, v.p.block);
       held_[slot] = b;
     }
     return ring_[slot];
+  }
+  // As many keys as a block has that enter the far field after block b was read: one of the blocks, or a copy of parts of
+  // two, until the next call; null if there are none.
+  Keys* folded(bool back, long b) {
+    const long token = v.folded_token(back, b);
+    if (token + v.p.block <= 0 || token >= v.p.key_length) return nullptr;
+    if (token % v.p.block == 0) return &block(token / v.p.block);
+    copy_.load(v, token, v.p.block);
+    return &copy_;
+  }
+  void release(Keys& folded) {
+    if (&folded == &copy_) give_back(copy_);
   }
   // near = 0: any tokens, until the next call.
   Keys& tokens(long begin, int count) {
@@ -66,18 +80,19 @@ class Neighbours {
   }
   bool there(long b) const { return b >= 0 && b < v.blocks(v.p.key_length); }
 
-  // What the rows of block b attend to exactly: nothing, the sinks, or the sinks and the blocks around.
+  // What the rows of block b attend to exactly: nothing, the sinks, or the sinks and the blocks around. Which keys of a
+  // block a row sees is up to `Exact`.
   void attend_to_nothing() { exact.clear(); }
   void attend_to_sinks(long b) {
     exact.clear();
-    if (v.p.sinks && v.exact_turn(b)) exact.add(Piece::SINKS, &sinks);
+    if (v.p.sinks && v.exact_turn(b)) exact.add(true, &sinks);
   }
   void attend_around(long b) {
     attend_to_sinks(b);
     if (!v.exact_turn(b)) return;
-    if (there(b - 1)) exact.add(Piece::NEIGHBOUR, &block(b - 1));
-    exact.add(Piece::OWN, &block(b));
-    if (!v.p.causal && there(b + 1)) exact.add(Piece::NEIGHBOUR, &block(b + 1));
+    const long around = v.around();
+    for (long other = b - around; other <= (v.p.causal ? b : b + around); ++other)
+      if (there(other)) exact.add(false, &block(other));
   }
 
   SUBQUAD_STAGE void give_back(Keys& keys) {
@@ -90,7 +105,7 @@ class Neighbours {
     std::fill(keys.value_grad, keys.value_grad + keys.height * v.height, 0.0f);
   }
   void give_back_all() {
-    for (int i = 0; i < slots_; ++i)
+    for (long i = 0; i < slots_; ++i)
       if (held_[i] != NOTHING) give_back(ring_[i]);
   }
 
@@ -101,9 +116,10 @@ class Neighbours {
   static constexpr long NOTHING = -2;  // no block has this number
   View v;
   const GradientWindow* window_;
-  int slots_;
-  Keys ring_[3];
-  long held_[3];
+  long slots_;
+  std::vector<Keys> ring_;
+  Keys copy_{};
+  std::vector<long> held_;
 };
 
 }  // namespace subquad

@@ -8,7 +8,7 @@
 namespace subquad {
 
 struct Pass {
-  enum Kind { ALONG, BACK, OWN, GATHER, SCATTER } kind;
+  enum Kind { ALONG, BACK, OWN, GATHER, SCATTER, EXACT } kind;
   long blocks;
   long first_border;
   // The block that is visited i-th.
@@ -23,6 +23,7 @@ struct Passes {
 inline Passes passes_of(const Problem& p) {
   const long blocks = (p.length + p.block - 1) / p.block, key_blocks = (p.key_length + p.block - 1) / p.block;
   const long borders = (blocks + p.blocks_per_segment - 1) / p.blocks_per_segment;
+  if (!p.far) return {{{Pass::EXACT, blocks, 0}, {}}, 1};
   if (p.causal) return {{{p.near_blocks ? Pass::ALONG : Pass::OWN, blocks, 0}, {}}, 1};
   if (p.near_blocks) return {{{Pass::ALONG, blocks, 0}, {Pass::BACK, blocks, borders}}, 2};
   return {{{Pass::GATHER, key_blocks, 0}, {Pass::SCATTER, blocks, 0}}, 2};

@@ -10,6 +10,8 @@ inline void visit_back(BackwardTask& task, const View& v, const Pass& pass, long
   if (pass.kind == Pass::GATHER || pass.kind == Pass::SCATTER) {
     task.open_summary();
     for (long i = from; i < to; ++i) pass.kind == Pass::GATHER ? task.gather(i) : task.scatter(i);
+  } else if (pass.kind == Pass::EXACT) {
+    for (long i = to - 1; i >= from; --i) task.exact(i);
   } else {
     const long step = v.p.blocks_per_segment;
     for (long i = (to - 1) / step * step; i >= from; i -= step) task.segment(pass, i, std::min(i + step, to));
@@ -18,15 +20,18 @@ inline void visit_back(BackwardTask& task, const View& v, const Pass& pass, long
 
 // The gradient that the last state brings; a second sweep begins with none.
 inline void start_gradient(const View& v, const Pass& pass, const Backward& saved, Field grad) {
-  if (pass.kind == Pass::GATHER) return;
+  if (pass.kind == Pass::GATHER || pass.kind == Pass::EXACT) return;
   if (v.p.causal && saved.last_far_sum)
     grad.read_state(v, nullptr, saved.last_far_sum);
   else
     grad.clear(v);
 }
 
-// Whether the gradient of one token is a sum: over slices, or over two sweeps.
-inline bool meets_rows_again(const Problem& p) { return p.slices > 1 || (p.near_blocks && !p.causal); }
+// Whether the gradient of one token is a sum: over slices, over two sweeps, or of what two copies of a key collected; or
+// nothing at all, of keys that no query sees.
+inline bool meets_rows_again(const Problem& p) {
+  return p.slices > 1 || (p.near_blocks && !p.causal) || View::folds_copies(p) || !p.far;
+}
 
 inline GradientWindow whole_window(const View& v, const Backward& saved) {
   const long heads = v.b * v.p.key_heads * v.p.groups + v.query_head(0), sequence = v.sequence();
@@ -36,7 +41,7 @@ inline GradientWindow whole_window(const View& v, const Backward& saved) {
 
 // Where the portion after this one, which comes before it on the way back, has left gradients of keys already.
 inline long met_before(const View& v, const Pass& pass, const Portion& portion) {
-  return pass.kind == Pass::ALONG && portion.to < pass.blocks ? (portion.to - 1) * v.p.block : GradientWindow::NEVER;
+  return pass.kind == Pass::ALONG && portion.to < pass.blocks ? (portion.to - v.around()) * v.p.block : GradientWindow::NEVER;
 }
 
 inline void backward_alone(const View& v, const Passes& passes, const Backward& saved) {
@@ -73,13 +78,13 @@ inline void backward_in_portions(const Problem& p, const Passes& passes, const B
 }
 
 // Sums of every slice but the first, which adds to the gradients themselves: for the tokens of a chunk, and for keys up
-// to a block away from it.
+// to some blocks away from it.
 struct Windows {
   Buffer memory;
   long first, tokens, key_first, key_tokens, size;
 
   Windows(const Problem& p, long chunk_blocks) {
-    tokens = chunk_blocks * p.block, key_tokens = tokens + 2L * p.block;
+    tokens = chunk_blocks * p.block, key_tokens = tokens + 2L * View::around(p) * p.block;
     size = tokens * p.groups * p.head_dim + key_tokens * (p.head_dim + p.value_dim);
     memory = new_buffer(task_count(p) / p.slices * (p.slices - 1) * size);
   }
@@ -128,7 +133,7 @@ inline void backward_in_slices(const Problem& p, const Passes& passes, const Bac
     for (long from = last; from >= 0; from -= step) {
       const long to = std::min(from + step, pass.blocks);
       windows.first = std::min(pass.block(from), pass.block(to - 1)) * p.block;
-      windows.key_first = windows.first - p.block;
+      windows.key_first = windows.first - View::around(p) * p.block;
       each_task(p.threads, tasks, [&](long task) {
         const View v(p, task);
         pool().reset();

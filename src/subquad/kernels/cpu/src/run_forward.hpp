@@ -14,7 +14,7 @@ struct Parts {
 // Before block i of a pass whose field began at block `begun`; slices choose together, when they meet.
 inline void recentre_before(const View& v, const Pass& pass, long i, long begun, Field field) {
   const long step = v.p.blocks_per_segment, passed = i - begun;
-  if (v.p.slices > 1 || pass.kind == Pass::SCATTER || passed % step) return;
+  if (v.p.slices > 1 || pass.kind == Pass::SCATTER || pass.kind == Pass::EXACT || passed % step) return;
   if (centre_is_due((passed - step) * v.p.block, passed * v.p.block)) recentre(&v, &field, 1);
 }
 
@@ -32,6 +32,7 @@ inline void visit(const View& v, const Pass& pass, long from, long to, Field fie
       case Pass::OWN: task.own(pass.block(i)); break;
       case Pass::GATHER: task.gather(pass.block(i)); break;
       case Pass::SCATTER: task.scatter(pass.block(i)); break;
+      case Pass::EXACT: task.exact(pass.block(i)); break;
     }
   }
   if (to < pass.blocks) return;
@@ -55,7 +56,7 @@ inline void touch_rows(const View& v, const Output& output, long begin, long end
 inline void start_field(const View& v, const Pass& pass, Field& field) {
   if (pass.kind == Pass::BACK)
     field.clear(v);
-  else if (pass.kind != Pass::SCATTER)
+  else if (pass.kind != Pass::SCATTER && pass.kind != Pass::EXACT)
     field.begin(v);
 }
 
@@ -167,7 +168,7 @@ inline void forward_in_slices(const Problem& p, const Passes& passes, const Forw
         visit(v, pass, from, to, field, reads ? part_output(v, f, parts, merge) : Output{}, f);
       });
       if (reads) each_task(p.threads, tasks, [&](long task) { merge_parts(p, f, parts, task, last); });
-      if (pass.kind != Pass::SCATTER && centre_is_due(from * p.block, to * p.block))
+      if (pass.kind != Pass::SCATTER && pass.kind != Pass::EXACT && centre_is_due(from * p.block, to * p.block))
         each_task(p.threads, tasks / p.slices, [&](long sequence) { recentre_slices(p, fields, sequence); });
     }
   }

@@ -11,19 +11,20 @@ class TokenStep {
   TokenStep(const View& view, const Step& step) : v(view), s(step), now_(step.before) {
     real_ = !s.real || s.real[v.b];
     before_ = s.length ? s.length[v.b] : 0;
-    near_ = v.p.near_blocks ? v.p.block : 0;
+    near_ = v.p.near_blocks ? v.p.near : 0;
+    previous_ = long(v.p.reach) * near_, slots_ = previous_ + near_;
     x_ = pool().take(v.D);
     y_ = pool().take(v.D);
     values_ = pool().take(std::max(1, near_) * (v.Dv + 1L));
     logs_ = pool().take(std::max(1, near_) * long(v.M));
-    logits_ = pool().take(v.p.sinks + 2L * near_);
+    logits_ = pool().take(v.p.sinks + slots_);
     sums_ = pool().take(v.Dv + 1);
   }
 
   void run() {
     carry_over();
     if (real_) keep();
-    if (!near_) fold_token();
+    if (!near_ && v.p.far) fold_token();
     for (int group = 0; group < v.p.groups; ++group) read(group);
     if (near_) end_block();
   }
@@ -47,8 +48,8 @@ class TokenStep {
     };
     carry(s.before.sink_k, s.after.sink_k, now_.sink_k, v.p.sinks, v.D);
     carry(s.before.sink_v, s.after.sink_v, now_.sink_v, v.p.sinks, v.Dv);
-    carry(s.before.block_k, s.after.block_k, now_.block_k, 2L * near_, v.D);
-    carry(s.before.block_v, s.after.block_v, now_.block_v, 2L * near_, v.Dv);
+    carry(s.before.block_k, s.after.block_k, now_.block_k, slots_, v.D);
+    carry(s.before.block_v, s.after.block_v, now_.block_v, slots_, v.Dv);
   }
   void keep() {
     const auto copy = [&](void* k, void* values, long per_head, long slot) {
@@ -56,7 +57,7 @@ class TokenStep {
       std::memcpy(kept(values, per_head, slot, v.Dv), fresh(v.p.v), v.Dv * number_size());
     };
     if (before_ < v.p.sinks) copy(now_.sink_k, now_.sink_v, v.p.sinks, before_);
-    if (near_) copy(now_.block_k, now_.block_v, 2L * near_, near_ + before_ % near_);
+    if (near_) copy(now_.block_k, now_.block_v, slots_, previous_ + before_ % near_);
   }
   // Keys and values that the new token may see exactly: one run of slots among the sinks, one among the blocks.
   struct Run {
@@ -69,10 +70,10 @@ class TokenStep {
   }
   Run blocks() const {
     if (!near_) return {nullptr, nullptr, 0};
-    const long origin = before_ - before_ % near_ - near_;  // the token that slot 0 would hold
+    const long origin = before_ - before_ % near_ - previous_;  // the token that slot 0 would hold
     const long first = std::max({0L, -origin, v.p.sinks - origin}), end = before_ + real_ - origin;
-    const long size = 2L * near_, count = std::max(0L, end - first);
-    return {kept(now_.block_k, size, first, v.D), kept(now_.block_v, size, first, v.Dv), int(count)};
+    const long count = std::max(0L, end - first);
+    return {kept(now_.block_k, slots_, first, v.D), kept(now_.block_v, slots_, first, v.Dv), int(count)};
   }
   // One of them as floats; where it lies if it is float32 already.
   const float* as_float(const char* data, int e, int width, float* into) const {
@@ -205,20 +206,20 @@ class TokenStep {
     now_.far_max = s.after.far_max, now_.far_sum = s.after.far_sum;
   }
 
-  // near > 0: if the block is full, the previous one goes into the far field, and the full one takes its place.
+  // near > 0: if the block is full, the first one goes into the far field, and the others move up.
   void end_block() {
     if (!real_ || (before_ + 1) % near_) return keep_far();
     int count = 0;
-    for (int i = 0; i < near_; ++i) {
-      const long index = before_ + 1 - 2L * near_ + i;
+    for (int i = 0; i < near_ && v.p.far; ++i) {
+      const long index = before_ + 1 - slots_ + i;
       if (index < 0 || index < v.p.sinks) continue;
-      take_key(count++, kept(now_.block_k, 2L * near_, i, v.D), kept(now_.block_v, 2L * near_, i, v.Dv));
+      take_key(count++, kept(now_.block_k, slots_, i, v.D), kept(now_.block_v, slots_, i, v.Dv));
     }
     count ? fold(count) : keep_far();
     const auto move = [&](void* base, int width) {
-      const long size = near_ * width * number_size();
-      std::memcpy(kept(base, 2L * near_, 0, width), kept(base, 2L * near_, near_, width), size);
-      std::memset(kept(base, 2L * near_, near_, width), 0, size);
+      const long number = width * number_size();
+      std::memmove(kept(base, slots_, 0, width), kept(base, slots_, near_, width), previous_ * number);
+      std::memset(kept(base, slots_, previous_, width), 0, near_ * number);
     };
     move(now_.block_k, v.D), move(now_.block_v, v.Dv);
   }
@@ -230,7 +231,7 @@ class TokenStep {
     float* out = s.out + (v.b * v.p.key_heads * v.p.groups + head) * v.Dv;
     if (near_ && !real_) return std::fill(out, out + v.Dv, 0.0f), void();
     subquad::read_token(v.p.q, v.p.dtype, v.b, head, 0, v.D, v.p.root, x_);
-    features(v.query, x_, logs_);
+    if (v.p.far) features(v.query, x_, logs_);
     std::fill(sums_, sums_ + v.Dv + 1, 0.0f);
     if (v.logarithmic())
       read_logarithmic();
@@ -272,13 +273,15 @@ class TokenStep {
     const Run first = sinks(), second = blocks();
     logits(first, logits_), logits(second, logits_ + first.count);
     const int count = first.count + second.count;
-    const float* max = now_.far_max + Field::place(v, 0);
     float far = -INFINITE, exact = -INFINITE;
-    for (int m = 0; m < v.M; ++m) far = std::max(far, logs_[m] += max[m]);
     for (int e = 0; e < count; ++e) exact = std::max(exact, logits_[e]);
-    exponentials(logs_, v.M, std::max(far, exact - scalar));
+    if (v.p.far) {
+      const float* max = now_.far_max + Field::place(v, 0);
+      for (int m = 0; m < v.M; ++m) far = std::max(far, logs_[m] += max[m]);
+      exponentials(logs_, v.M, std::max(far, exact - scalar));
+      add_far();
+    }
     exponentials(logits_, count, std::max(exact, far + scalar));
-    add_far();
     add_values(first, logits_), add_values(second, logits_ + first.count);
   }
   void logits(const Run& run, float* into) {
@@ -302,12 +305,13 @@ class TokenStep {
   bool real_;
   long before_;
   int near_;
+  long previous_, slots_;  // tokens of whole blocks that are kept, and of all
   float *x_, *y_, *values_, *logs_, *logits_, *sums_;
 };
 
 inline void step(const Problem& p, const Step& s) {
-  const long heads = task_count(p), keys = p.sinks + (p.near_blocks ? 2L * p.block : 0);
-  const bool worth_waking = heads * (p.num_features + keys) * (p.head_dim + p.value_dim) > 1500000;
+  const long heads = task_count(p), keys = p.sinks + (p.near_blocks ? (p.reach + 1L) * p.near : 0);
+  const bool worth_waking = heads * (p.num_features * p.far + keys) * (p.head_dim + p.value_dim) > 1500000;
   each_task(worth_waking ? p.threads : 1, heads, [&](long task) {
     pool().reset();
     TokenStep(View(p, task), s).run();

@@ -45,6 +45,16 @@ struct View {
   }
 
   bool logarithmic() const { return p.kind == EXP; }
+  // Whether a block has several near blocks, some of which read others by features.
+  bool tiled() const { return is_tiled(p); }
+  static bool is_tiled(const Problem& p) { return p.near_blocks && p.block > p.near; }
+  // Blocks on one side of a block in which its rows may have exact keys, or keys that it folds.
+  static long around(const Problem& p) { return p.near_blocks ? (long(p.reach) * p.near + p.block - 1) / p.block : 1; }
+  long around() const { return around(p); }
+  // Whether the keys that are folded together are parts of two blocks, and are read and collect gradients a second time.
+  static bool folds_copies(const Problem& p) { return is_tiled(p) && long(p.reach) * p.near % p.block; }
+  // The first of the keys that enter the far field after block b was read.
+  long folded_token(bool back, long b) const { return b * p.block + (back ? 1L : -1L) * p.reach * p.near; }
   bool in_place() const { return !query; }  // features are made of the numbers themselves, where they were read
   long blocks(long length) const { return (length + p.block - 1) / p.block; }
   long mask_row() const { return p.mask_batch > 1 ? b : 0; }
