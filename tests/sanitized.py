@@ -1,4 +1,4 @@
-"""Every path of the C++ engine once, on small odd sizes; run under sanitizers by `test_native.py`."""
+"""Every path of the C++ engine once, on small odd sizes; run under sanitizers by `kernels/test_cpu.py`."""
 
 import itertools
 

@@ -15,7 +15,12 @@ from run import PYTEST, ROOT
 PACKAGE = ROOT / "src" / "subquad"
 KEPT = ROOT / "tests" / "mutants" / ".drawn"  # ignored by git: records of coverage, results of draws
 # suites that meet C++
-NATIVE = ("native", "engine", "contract", "promises", "tiny_features", "long_sequences", "workers", "plain_steps")
+NATIVE = (
+    "tests/test_promises.py",
+    "tests/mechanisms/test_contract.py",
+    *(f"tests/kernels/test_{name}.py" for name in ("cpu", "favor", "linear", "long_sequences")),
+    *(f"tests/kernels/cpu/test_{name}.py" for name in ("workers", "step")),
+)
 DEFAULTS = "tests/test_defaults.py"
 NO_TESTS = 5  # pytest's code for a file whose tests all are for `make test-full`
 START = 20.0  # seconds that importing takes when nobody else computes, and then some
@@ -23,7 +28,8 @@ START = 20.0  # seconds that importing takes when nobody else computes, and then
 
 def suites() -> list[str]:
     """What pytest is given, piece by piece: test files, then the doctests."""
-    return [f"tests/{path.name}" for path in sorted((ROOT / "tests").glob("test_*.py"))] + ["src"]
+    files = (path.relative_to(ROOT) for path in sorted((ROOT / "tests").rglob("test_*.py")))
+    return [path.as_posix() for path in files if "mutants" not in path.parts] + ["src"]
 
 
 def fingerprint(suite: str) -> str:
@@ -37,7 +43,7 @@ def fingerprint(suite: str) -> str:
 
 def record(suite: str) -> dict[str, Any]:
     """`{"seconds": {test: ...}, "lines": {file: {line: [tests]}}}`, tests by their place in the former."""
-    path = KEPT / f"{Path(suite).stem}.json"
+    path = KEPT / f"{suite.removesuffix('.py').replace('/', '.')}.json"
     wanted = fingerprint(suite)
     if path.exists() and (stored := json.loads(path.read_text()))["fingerprint"] == wanted:
         return stored
@@ -79,7 +85,7 @@ class Records:
         return self._in_order(chosen)
 
     def of_engine(self) -> tuple[list[str], float]:
-        return self._in_order({suite: self.tests[suite] for suite in (f"tests/test_{name}.py" for name in NATIVE)})
+        return self._in_order({suite: self.tests[suite] for suite in NATIVE})
 
     def _running(self, file: str, lines: range | None) -> dict[str, list[str]]:
         found = {}
@@ -92,7 +98,7 @@ class Records:
 
     def _naming(self, file: str) -> dict[str, list[str]]:
         words = {Path(file).stem, file.removesuffix(".py").replace("/", ".")}
-        helpers = {path: path.read_text() for path in (ROOT / "tests").glob("*.py")}
+        helpers = {path: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
         return {
             suite: tests
             for suite, tests in self.tests.items()

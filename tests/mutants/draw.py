@@ -34,7 +34,7 @@ ENGINE = PACKAGE / "kernels" / "cpu"
 NOT_FOUND = 4  # pytest's code where it is given a test that there is not
 MEMORY = 12 << 30  # bytes of addresses
 SAME_BYTES = ("-Wl,--build-id=none",) if sys.platform == "linux" else ()  # for the same code
-BAD_MEMORY_ACCESS = ["-m", "full", "tests/test_native.py::test_no_bad_memory_access_and_no_undefined_behaviour"]
+BAD_MEMORY_ACCESS = ["-m", "full", "tests/kernels/test_cpu.py::test_no_bad_memory_access_and_no_undefined_behaviour"]
 NO_MUTANT = ("does not compile", "same code")  # another line is drawn instead
 
 

@@ -1,105 +1,155 @@
-"""Hand-made bugs of recording: what is taken out of a model, what it leaves behind, how much is kept."""
+"""Hand-made bugs of `recording`, file by file."""
 
 from mutant import Mutant
 
-LAYERS, HUGGING_FACE = "recording/layers.py", "recording/hugging_face.py"
-CALLS, RECORD, STREAM = "recording/calls.py", "recording/record.py", "recording/stream.py"
-
-
-def recording(words: str) -> str:
-    return f"tests/test_recording.py -k '{words}'"
-
-
 RECORDING = (
+    # recording/baselines.py
     Mutant(
-        "recorded layers answer with their own features",
-        LAYERS,
-        "output = call.exact() if output is None else output",
-        "output = original(q, k, v, causal=causal, key_mask=key_mask)",
-        recording("run_exactly"),
+        "diagnose: the mean of all values, visible or not",
+        "recording/baselines.py",
+        "normalised(sample.seen.to(sample.values.dtype))",
+        "normalised(torch.ones_like(sample.seen).to(sample.values.dtype))",
+        "tests/diagnostics/test_diagnose.py -k 'written_down and blocks and True'",
     ),
     Mutant(
-        "what is thrown away is computed",
-        LAYERS,
-        "mechanism.check_forward(q, k, v, causal, key_mask)  # as",
-        "original(q, k, v, causal=causal, key_mask=key_mask)  # as",
-        recording("never_compute"),
+        "diagnose: the near baseline is the far field",
+        "recording/baselines.py",
+        "sample.seen & ~far_pairs(",
+        "sample.seen & far_pairs(",
+        "tests/diagnostics/test_diagnose.py -k 'written_down and blocks and False-False'",
     ),
-    Mutant(
-        "layers that nobody asked for answer with their own features",
-        LAYERS,
-        "            elif exact:\n",
-        "            elif False:\n",
-        recording("not_wanted_answer"),
-    ),
-    Mutant(
-        "a forward of another library is lost",
-        LAYERS,
-        "        if before is None:\n",
-        "        if True:\n",
-        recording("another_library"),
-    ),
+    # recording/calls.py
     Mutant(
         "other inputs keep the output of the old ones",
-        CALLS,
+        "recording/calls.py",
         "dataclasses.replace(self, **inputs, output=None, output_is_exact=False)",
         "dataclasses.replace(self, **inputs)",
-        recording("other_inputs"),
+        "tests/recording/test_recording.py -k 'other_inputs'",
     ),
     Mutant(
         "any output is taken for that of exact attention",
-        CALLS,
+        "recording/calls.py",
         "if self.output is not None and self.output_is_exact:",
         "if self.output is not None:",
-        recording("taken_for_exact"),
+        "tests/recording/test_recording.py -k 'taken_for_exact'",
     ),
     Mutant(
         "exact outputs are computed again",
-        CALLS,
+        "recording/calls.py",
         "if self.output is not None and self.output_is_exact:",
         "if self.output is None and self.output_is_exact:",
-        recording("computed_once"),
+        "tests/recording/test_recording.py -k 'computed_once'",
+    ),
+    # recording/fidelity.py
+    Mutant(
+        "errors over padded rows too",
+        "recording/fidelity.py",
+        "keep = real[:, None, :, None]",
+        "keep = torch.ones_like(real)[:, None, :, None]",
+        "tests/calibration/test_calibration.py -k 'error_is_that'",
     ),
     Mutant(
-        "nothing is dropped, whatever the budget",
-        RECORD,
-        "while self.nbytes > self.memory and len(self.calls) > 1:",
-        "while False:",
-        recording("budget"),
+        "what is no number counts as no error",
+        "recording/fidelity.py",
+        "torch.where(self.wrong == 0, 0.0, self.wrong / self.size)",
+        "torch.where(self.wrong > 0, self.wrong / self.size, 0.0)",
+        "tests/calibration/test_calibration.py -k 'no_number_is_no_small'",
     ),
+    # recording/hugging_face.py
     Mutant(
-        "layers come back to a recording that dropped them",
-        RECORD,
-        "            self.dropped.add(last)\n",
-        "",
-        recording("small_budget"),
-    ),
-    Mutant(
-        "the layer that is needed is dropped",
-        RECORD,
-        "if name != self.needed)",
-        "if True)",
-        recording("another_order"),
+        "heads of Hugging Face without a scale get a wrong one",
+        "recording/hugging_face.py",
+        "q.shape[-1] ** -0.5 if scaling is None",
+        "q.shape[-1] * -0.5 if scaling is None",
+        "tests/recording/test_recording.py -k usual_one",
     ),
     Mutant(
         "the function that transformers keeps holds the model",
-        HUGGING_FACE,
+        "recording/hugging_face.py",
         "        _recorder.reset(token)\n",
         "        pass\n",
-        recording("can_go"),
-    ),
-    Mutant(
-        "all modules in one mode after recording",
-        STREAM,
-        "module.training = training",
-        "module.training = model.training",
-        recording("modes_alone"),
+        "tests/recording/test_recording.py -k 'can_go'",
     ),
     Mutant(
         "causality given by call is ignored",
-        HUGGING_FACE,
+        "recording/hugging_face.py",
         "bool(module.is_causal if given is None else given)",
         "bool(module.is_causal)",
-        "tests/test_conversion.py -k causal_by_call",
+        "tests/conversion/test_conversion.py -k causal_by_call",
+    ),
+    # recording/layers.py
+    Mutant(
+        "recorded layers answer with their own features",
+        "recording/layers.py",
+        "output = call.exact() if output is None else output",
+        "output = original(q, k, v, causal=causal, key_mask=key_mask)",
+        "tests/recording/test_recording.py -k 'run_exactly'",
+    ),
+    Mutant(
+        "what is thrown away is computed",
+        "recording/layers.py",
+        "mechanism.check_forward(q, k, v, causal, key_mask)  # as",
+        "original(q, k, v, causal=causal, key_mask=key_mask)  # as",
+        "tests/recording/test_recording.py -k 'never_compute'",
+    ),
+    Mutant(
+        "layers that nobody asked for answer with their own features",
+        "recording/layers.py",
+        "            elif exact:\n",
+        "            elif False:\n",
+        "tests/recording/test_recording.py -k 'not_wanted_answer'",
+    ),
+    Mutant(
+        "a forward of another library is lost",
+        "recording/layers.py",
+        "        if before is None:\n",
+        "        if True:\n",
+        "tests/recording/test_recording.py -k 'another_library'",
+    ),
+    # recording/progress.py
+    Mutant(
+        "progress: a bar that nobody wanted",
+        "recording/progress.py",
+        "progress and sys.stderr.isatty() and",
+        "sys.stderr.isatty() and",
+        "tests/diagnostics/test_diagnose.py -k 'progress'",
+    ),
+    # recording/record.py
+    Mutant(
+        "nothing is dropped, whatever the budget",
+        "recording/record.py",
+        "while self.nbytes > self.memory and len(self.calls) > 1:",
+        "while False:",
+        "tests/recording/test_recording.py -k 'budget'",
+    ),
+    Mutant(
+        "layers come back to a recording that dropped them",
+        "recording/record.py",
+        "            self.dropped.add(last)\n",
+        "",
+        "tests/recording/test_recording.py -k 'small_budget'",
+    ),
+    Mutant(
+        "the layer that is needed is dropped",
+        "recording/record.py",
+        "if name != self.needed)",
+        "if True)",
+        "tests/recording/test_recording.py -k 'another_order'",
+    ),
+    # recording/samples.py
+    Mutant(
+        "diagnose: rows of padding are sampled",
+        "recording/samples.py",
+        "places = call.real[0].nonzero()[:, 0]",
+        "places = torch.arange(call.q.shape[2])",
+        "tests/diagnostics/test_diagnose.py -k 'rows_are_real'",
+    ),
+    # recording/stream.py
+    Mutant(
+        "all modules in one mode after recording",
+        "recording/stream.py",
+        "module.training = training",
+        "module.training = model.training",
+        "tests/recording/test_recording.py -k 'modes_alone'",
     ),
 )

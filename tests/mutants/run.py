@@ -11,43 +11,53 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from buckets_mutants import BUCKETS
-from core_mutants import CORE
-from diagnose_mutants import DIAGNOSE
-from drawn_mutants import DRAWN
-from files_mutants import FILES
-from fitted_mutants import FITTED
-from gate_mutants import GATES
-from kernel_approximation_mutants import KERNEL_APPROXIMATION
-from linformer_mutants import LINFORMERS
-from model_mutants import MODELS
+from bench_mutants import BENCH
+from calibration_mutants import CALIBRATION
+from checks_mutants import CHECKS
+from cli_mutants import CLI
+from conversion_mutants import CONVERSION
+from data_mutants import DATA
+from diagnostics_mutants import DIAGNOSTICS
+from features_mutants import FEATURES
+from kernels_cpu_mutants import KERNELS_CPU
+from kernels_favor_mutants import KERNELS_FAVOR
+from kernels_linear_mutants import KERNELS_LINEAR
+from kernels_mutants import KERNELS
+from kernels_sparse_mutants import KERNELS_SPARSE
+from mechanisms_mutants import MECHANISMS
+from models_mutants import MODELS
 from mutant import Mutant
-from native_mutants import NATIVE
-from numbers_mutants import NUMBERS
+from nn_mutants import NN
 from recording_mutants import RECORDING
 from rich.console import Console
 from rich.progress import Progress
-from strided_mutants import STRIDED
-from window_mutants import WINDOW
+from testing_mutants import TESTING
+from top_mutants import TOP
+from training_mutants import TRAINING
 
 from subquad.kernels.cpu import build, library
 
 MUTANTS = (
-    *CORE,
-    *FITTED,
-    *LINFORMERS,
+    *BENCH,
+    *CALIBRATION,
+    *CHECKS,
+    *CLI,
+    *CONVERSION,
+    *DATA,
+    *DIAGNOSTICS,
+    *FEATURES,
+    *KERNELS,
+    *KERNELS_CPU,
+    *KERNELS_FAVOR,
+    *KERNELS_LINEAR,
+    *KERNELS_SPARSE,
+    *MECHANISMS,
     *MODELS,
-    *NATIVE,
-    *WINDOW,
-    *STRIDED,
-    *BUCKETS,
-    *KERNEL_APPROXIMATION,
-    *DIAGNOSE,
-    *FILES,
-    *GATES,
-    *DRAWN,
-    *NUMBERS,
+    *NN,
     *RECORDING,
+    *TESTING,
+    *TOP,
+    *TRAINING,
 )
 ROOT = Path(__file__).parent.parent.parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full"]

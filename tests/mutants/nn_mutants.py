@@ -1,0 +1,102 @@
+"""Hand-made bugs of `nn`, file by file."""
+
+from mutant import Mutant
+
+NN = (
+    # nn/multihead.py
+    Mutant(
+        "torch's fused path bypasses the mechanism",
+        "nn/multihead.py",
+        "_qkv_same_embed_dim = False",
+        "_qkv_same_embed_dim = True",
+        "tests/nn/test_nn.py -k 'fused_path'",
+    ),
+    # nn/positions.py
+    Mutant(
+        "rotation by the wrong sign",
+        "nn/positions.py",
+        "second * self.cos + first * self.sin",
+        "second * self.cos - first * self.sin",
+        "tests/nn/test_nn.py -k 'rotation'",
+    ),
+    # nn/reversible.py
+    Mutant(
+        "dropout falls elsewhere when a reversible branch runs again",
+        "nn/reversible.py",
+        "torch.set_rng_state(self.cpu)",
+        "pass",
+        "tests/nn/test_nn.py -k 'reversible_gradients'",
+    ),
+    Mutant(
+        "gradients of parameters in the order of recomputation",
+        "nn/reversible.py",
+        "for a, b in zip(of_attend, of_transform, strict=True)] + parameter_grads",
+        "for a, b in zip(of_attend, of_transform, strict=True)][::-1] + parameter_grads",
+        "tests/nn/test_nn.py -k 'reversible_gradients'",
+    ),
+    # nn/self_attention.py
+    Mutant(
+        "all layers share their features",
+        "nn/self_attention.py",
+        "return derived_seed(seed, layer)",
+        "return derived_seed(seed)",
+        "tests/models/test_models.py -k 'features_of_their_own'",
+    ),
+    Mutant(
+        "the state of a layer loses what its convolutions remember",
+        "nn/self_attention.py",
+        "extend(torch.cat(qk, -1), recent, key_mask",
+        "extend(torch.cat(qk, -1), None, key_mask",
+        "tests/models/test_models.py -k 'piece_by_piece'",
+    ),
+    Mutant(
+        "normalised keys keep the size of the queries",
+        "nn/self_attention.py",
+        "(k, self.k_size))",
+        "(k, self.q_size))",
+        "tests/nn/test_short_convolution.py -k 'root_mean_squares'",
+    ),
+    Mutant(
+        "shared keys are not normalised",
+        "nn/self_attention.py",
+        "F.rms_norm(q, (self.head_dim,))",
+        "q",
+        "tests/mechanisms/test_buckets.py tests/models/test_buckets.py -k 'shared_keys'",
+    ),
+    Mutant(
+        "calibrate: learned features of a layer are one map for all heads",
+        "nn/self_attention.py",
+        "if not drawn and not isinstance(mechanism, FavorAttention):",
+        "if not drawn:",
+        "tests/models/test_calibrated.py -k 'come_back and hedgehog or fresh'",
+    ),
+    # nn/short_convolution.py
+    Mutant(
+        "a short convolution takes padding for a neighbour",
+        "nn/short_convolution.py",
+        "if key_mask is None:\n            return self._convolve(x, causal)\n",
+        "if True:\n            return self._convolve(x, causal)\n",
+        "tests/nn/test_short_convolution.py -k 'padding_is_no_neighbour'",
+    ),
+    Mutant(
+        "a short convolution forgets the wrong tokens",
+        "nn/short_convolution.py",
+        "last = key_mask.sum(-1)[:, None] +",
+        "last = key_mask.sum(-1)[:, None].clamp(min=1) - 1 +",
+        "tests/nn/test_short_convolution.py -k 'pieces_with_padding'",
+    ),
+    Mutant(
+        "a bidirectional convolution looks back only",
+        "nn/short_convolution.py",
+        "-i if causal else",
+        "-i if True else",
+        "tests/nn/test_short_convolution.py -k 'is_its_definition or looks_further_back'",
+    ),
+    Mutant(
+        "gradients of taps come from one tile",
+        "nn/short_convolution.py",
+        "dtaps[i] += ",
+        "dtaps[i] = ",
+        "tests/nn/test_short_convolution.py -k 'is_its_definition'",
+    ),
+)
