@@ -200,6 +200,9 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch: pytest
         ),
         (["--also-at", "8"], "bench recall: recall with 64 keys needs at least 128 tokens, got length 8"),
         (["--seeds", "0"], "--seeds: must be at least 1, got 0"),
+        (["--features", "0"], "--features: must be at least 1, got 0"),
+        (["--near", "-1"], "--near: must be at least 1, got -1"),
+        (["--positions", "learned"], "--positions must be one of rotary, sinusoidal, none, got 'learned'"),
     ],
 )
 def test_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

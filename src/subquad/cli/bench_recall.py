@@ -2,9 +2,9 @@
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from subquad.bench.recall import Plan, Result
     from subquad.bench.recall.measure import Mean
 
-KEYS, LENGTH, STEPS, SEEDS = 64, 512, 200, 3
-QUICK = {"keys": 16, "length": 256, "steps": 100, "seeds": 1}
-QUICK_SHAPE: dict[str, Any] = {"features": 32, "near": 8}  # a window of their memory holds some 50 tokens
+KEYS, LENGTH, STEPS, SEEDS, FEATURES, NEAR = 64, 512, 200, 3, 128, 16
+# a window of the memory of 32 features holds some 50 tokens
+QUICK = {"keys": 16, "length": 256, "steps": 100, "seeds": 1, "features": 32, "near": 8}
+POSITIONS = ("rotary", "sinusoidal", "none")
 QUICK_ROWS = "identity,near-only,window,favor,softmax"
 
 
@@ -42,6 +43,9 @@ def recall(
     also_at: Annotated[str, typer.Option(help="Other lengths to measure at, comma-separated.")] = "",
     steps: Annotated[int, typer.Option(help="Training steps of each model.")] = STEPS,
     seeds: Annotated[int, typer.Option(help="Models per row; standard errors are over them.")] = SEEDS,
+    features: Annotated[int, typer.Option(help="Features of the rows that have any.")] = FEATURES,
+    near: Annotated[int, typer.Option(help="Tokens in a near block of favor.")] = NEAR,
+    positions: Annotated[str, typer.Option(help="rotary, sinusoidal or none, in every model.")] = "rotary",
     short_conv: Annotated[int, typer.Option(help="Taps of the models' short convolutions; 0 for none.")] = 4,
     quick: Annotated[
         bool, typer.Option("--quick", help="16 keys, 256 tokens, one seed, controls and favor: about a minute.")
@@ -59,10 +63,12 @@ def recall(
     from subquad.bench.recall.rows import Shape
 
     if quick:  # what was given stays
-        given = {"keys": (keys, KEYS), "length": (length, LENGTH), "steps": (steps, STEPS), "seeds": (seeds, SEEDS)}
-        keys, length, steps, seeds = (QUICK[n] if value == usual else value for n, (value, usual) in given.items())
+        usual = {"keys": KEYS, "length": LENGTH, "steps": STEPS, "seeds": SEEDS, "features": FEATURES, "near": NEAR}
+        given = zip((keys, length, steps, seeds, features, near), usual, strict=True)
+        keys, length, steps, seeds, features, near = (QUICK[n] if value == usual[n] else value for value, n in given)
         rows = rows or QUICK_ROWS
     bench_checks.choice("bench recall", "--task", task, tuple(TASKS))
+    bench_checks.choice("bench recall", "--positions", positions, POSITIONS)
     chosen = bench_checks.names("--rows", rows, tuple(ROWS)) if rows else tuple(ROWS)
     plan = Plan(
         task,
@@ -71,7 +77,12 @@ def recall(
         checks.positive_count("--steps", steps),
         checks.positive_count("--seeds", seeds),
         lengths=bench_checks.numbers("--also-at", also_at) if also_at else (),
-        shape=replace(Shape(short_conv=short_conv), **(QUICK_SHAPE if quick else {})),
+        shape=Shape(
+            short_conv=short_conv,
+            positions=positions,
+            features=checks.positive_count("--features", features),
+            near=checks.positive_count("--near", near),
+        ),
     )
     for each in (plan.length, *plan.lengths):
         plan.make_task(each)  # says what is wrong before anything is trained
