@@ -428,11 +428,12 @@ def test_text(result: Diagnosis) -> None:
     lines = str(result).splitlines()
     assert lines[0] == result.summary
     assert lines[1].split() == ["layer", "head", "|q|", "|k|", *lines[1].split()[4:]]
-    assert len(lines) == 1 + 1 + 8 + 1
+    assert len(lines) == 1 + 1 + 8 + 1 + 1 + 2
     assert lines[2].startswith("layers.0 ")
     head = result.layers[0].heads[0]
     assert f"{head.error:.3f}" in lines[2]
-    assert "entropy: of exact attention, nats" in lines[-1]
+    assert "entropy: of exact attention, nats" in lines[10]
+    assert lines[11] == "far field:"
     total = sum(result.count(verdict) for verdict in (FINE, CALIBRATE, SHARP))
     assert total == 8
 

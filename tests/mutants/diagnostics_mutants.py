@@ -48,6 +48,28 @@ DIAGNOSTICS = (
         "top = max(0.0, 2 * result.tolerance)",
         "tests/test_pictures.py -k 'diagnosis'",
     ),
+    # diagnostics/far_field.py
+    Mutant(
+        "far field: a layer stays without one",
+        "diagnostics/far_field.py",
+        "        mechanism.far = before\n",
+        "        pass\n",
+        "tests/diagnostics/test_far_field.py",
+    ),
+    Mutant(
+        "far field: padding counts in its share",
+        "diagnostics/far_field.py",
+        "        real = call.real[:, None, :, None]\n",
+        "        real = torch.ones_like(call.real)[:, None, :, None]\n",
+        "tests/diagnostics/test_far_field.py",
+    ),
+    Mutant(
+        "far field: padding counts in the loss",
+        "diagnostics/far_field.py",
+        "labels = ids if mask is None else ids.masked_fill(~mask.bool(), -100)",
+        "labels = ids",
+        "tests/diagnostics/test_far_field.py",
+    ),
     # diagnostics/probes.py
     Mutant(
         "diagnose: shares of features are not squared",

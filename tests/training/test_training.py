@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -284,6 +285,28 @@ def test_layers_without_features_to_blame(
 ) -> None:
     with_large_queries(monkeypatch, 300)
     quiet_train(tmp_path, replace(options, steps=1, eval_every=1))  # a warning would be an error
+
+
+@pytest.mark.parametrize("patience", [4, 5])
+def test_far_fields_of_no_use_are_told_at_the_end(
+    patience: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WatchFeatures, "PATIENCE", patience)
+    monkeypatch.setattr("subquad.diagnostics.far_field.SMALL_SHARE", 2.0)
+    options = replace(SHORT, steps=4, eval_every=1, attention_options={"num_features": 8, "near": 4})
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        quiet_train(tmp_path, options)
+    texts = [str(warning.message) for warning in seen if warning.category is errors.FeatureWarning]
+    assert len(texts) == (patience == 4)
+    for text in texts:
+        assert text.startswith(
+            "train: the far field of 2 layers contributes nothing on held-out sequences: "
+            "model.layers.0.attention.mechanism (without it the output changes by "
+        )
+        assert text.endswith(
+            "or the model has not learned to look there yet: more steps, longer windows, more features"
+        )
 
 
 def test_watching_features_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,6 +218,15 @@ def loss_is_no_number(loss: float, step: int, last: Path | None) -> TrainingErro
     )
 
 
+def idle_far_fields(layers: Sequence[Any]) -> str:
+    shown = ", ".join(layer.words for layer in layers)
+    return (
+        f"train: the far field of {len(layers)} layers contributes nothing on held-out sequences: {shown}. Either "
+        "nothing far away tells about these data, and `window` does as well for less; or the model has not learned to "
+        "look there yet: more steps, longer windows, more features"
+    )
+
+
 def useless_features(layers: Sequence[Any], step: int) -> str:
     shown = ", ".join(f"{layer.name} ({layer.error:.2f}, the mean {layer.uniform:.2f})" for layer in layers)
     return (

@@ -46,6 +46,8 @@ def diagnose(
     result = subquad.diagnose(loaded, batched(found[:num]), rows=rows, tolerance=tolerance, **options)
     console = Console()
     Console(width=console.width if console.is_terminal else WIDE).print(result.table())
+    if result.far_field:
+        console.print(result.far_field, soft_wrap=True, highlight=False, markup=False)
     if json is not None:
         result.save(json)
     if output is not None:

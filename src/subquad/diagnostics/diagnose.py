@@ -1,6 +1,7 @@
 """Is a head's attention something that random features can do?"""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from subquad.calibration.fitted import drawn_attention
 from subquad.checks import diagnostics as checks
 from subquad.checks.calibration import all_exact
 from subquad.diagnostics.diagnosis import Diagnosis, HeadDiagnosis, LayerDiagnosis
+from subquad.diagnostics.far_field import far_share, loss_without, mean_loss
 from subquad.diagnostics.probes import anatomy
 from subquad.diagnostics.verdicts import CALIBRATE, FINE, SHARP, good, helps, settled
 from subquad.features.drawn import PLAIN
@@ -63,6 +65,9 @@ def diagnose(
     times its error is still below both baselines and the present error. Otherwise, and without a trial if the
     layer's features are calibrated or learned already, it is "too sharp for random features: keep exact or learn".
 
+    Of a FAVOR layer of ours it also says what its far field is worth: how much its output changes without, and the
+    loss, if batches have labels or the model predicts the next token.
+
     Args:
         model: any module with favor or softmax attention of ours, or a Hugging Face model whose attention goes through
             the attention interface of transformers.
@@ -91,10 +96,15 @@ def diagnose(
     with telling(progress) as tell:
         recording = Recording(model, batches, op="diagnose", exact=False, tell=tell)
         checks.options_are_used([layer.mechanism for layer in recording.layers], FavorAttention, given_options)
-        found, sequences = [], 0
+        found, sequences, usual = [], 0, None
         for number, layer in enumerate(recording):
             tell(f"measuring {layer.name}", number, len(recording))
             found.append(_diagnose_layer(layer, settings, number))
+            far = far_share(layer.mechanism, layer.calls) if isinstance(layer.mechanism, FavorAttention) else None
+            if far is not None:
+                usual = mean_loss(model, recording.batches) if usual is None else usual
+                loss = loss_without(layer.mechanism, model, recording.batches, usual)
+                found[-1] = replace(found[-1], far_share=far, far_loss=loss)
             sequences = sequences or sum(len(call.q) for call in layer.calls)  # of the first layer
     return Diagnosis(tolerance, rows, sequences, tuple(found))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from subquad import files
 from subquad.checks import diagnostics as checks
 from subquad.checks import needs
+from subquad.diagnostics.far_field import FarField
 from subquad.diagnostics.verdicts import CALIBRATE, FINE, SHARP, SHORT, VERDICTS
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class HeadDiagnosis:
 class LayerDiagnosis:
     """One layer, judged with these features. own: they are the layer's, not a stand-in for exact attention.
 
-    settled: they have been calibrated or learned.
+    settled: they have been calibrated or learned. far_share, far_loss: how much the layer's output and the model's loss
+    change without its far field; None for exact attention, where all is exact, or for models without a loss.
     """
 
     name: str
@@ -64,6 +66,8 @@ class LayerDiagnosis:
     sinks: int
     settled: bool
     heads: tuple[HeadDiagnosis, ...]
+    far_share: float | None = None
+    far_loss: float | None = None
 
     @property
     def verdict(self) -> str:
@@ -93,6 +97,17 @@ class Diagnosis:
         signed = any(layer.estimator == "trigonometric" for layer in self.layers)
         note = "" if far or signed else "; all is exact, no sequence reaches beyond near blocks and sinks"
         return f"{total} heads, tolerance {self.tolerance:g}: {', '.join(parts)}{note}"
+
+    @property
+    def far_field(self) -> str:
+        """What far fields contribute, layer by layer; empty where there is none."""
+        found = [
+            FarField(name, layer.far_share, layer.far_loss)
+            for name, layer in zip(short_names(self), self.layers, strict=True)
+            if layer.far_share is not None
+        ]
+        lines = [f"  {far.words}{': contributes nothing' if far.idle else ''}" for far in found]
+        return "\n".join(["far field:", *lines]) if lines else ""
 
     def save(self, path: str | Path) -> None:
         """As JSON."""
@@ -134,7 +149,7 @@ class Diagnosis:
         for name, *cells, verdict in rows:
             aligned = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:-1], strict=True))
             lines.append("  ".join([f"{name:{widths[0]}}", *aligned, verdict]))
-        return "\n".join([self.summary, *lines, LEGEND])
+        return "\n".join(filter(None, [self.summary, *lines, LEGEND, self.far_field]))
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         """The cells of each head, its verdict at the end; a layer is named in its first row."""

@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from subquad.checks import runs
 from subquad.data import Collator, Samples
+from subquad.diagnostics.far_field import far_fields
 from subquad.diagnostics.uniform import useless_layers
 from subquad.errors import FeatureWarning
 from subquad.features.draws import derived_seed
@@ -66,12 +67,13 @@ class UpdateCentroids(TrainerCallback):
 
 
 class WatchFeatures(TrainerCallback):
-    """Warns once if features do no better than the mean of all values would, on some rows of held-out sequences.
+    """Warns once if features do no better than the mean of all values would, on some rows of held-out sequences; at the
+    end of all but the shortest runs, if far fields contribute nothing to the loss there.
 
     Looks at the time of evaluation, on the first rank alone, and takes no random numbers that training would take.
     """
 
-    SEQUENCES, ROWS = 2, 32
+    SEQUENCES, ROWS, PATIENCE = 2, 32, 100  # PATIENCE: steps in which no model learns to look far away
 
     def __init__(self, held_out: Samples, pad: int) -> None:
         self.held_out, self.collate = held_out, Collator(pad)
@@ -84,11 +86,16 @@ class WatchFeatures(TrainerCallback):
         model = getattr(model, "module", model)
         count = min(self.SEQUENCES, len(self.held_out))
         batch = self.collate([self.held_out[index] for index in range(count)])
-        batch = {name: x.to(args.device) for name, x in batch.items() if name != "labels"}
-        layers = useless_layers(model, batch, rows=self.ROWS)
+        batch = {name: x.to(args.device) for name, x in batch.items()}
+        inputs = {name: x for name, x in batch.items() if name != "labels"}
+        layers = useless_layers(model, inputs, rows=self.ROWS)
         if layers:
             self.warned = True
             warnings.warn(runs.useless_features(layers, state.global_step), FeatureWarning, stacklevel=2)
+        elif state.global_step >= max(state.max_steps, self.PATIENCE):
+            idle = [far for far in far_fields(model, [batch]) if far.idle]
+            if idle:
+                warnings.warn(runs.idle_far_fields(idle), FeatureWarning, stacklevel=2)
 
 
 def feature_seed(seed: int, step: int) -> int:
