@@ -11,7 +11,7 @@ from subquad.diagnostics.far_field import FarField, far_fields, far_share, mean_
 from subquad.recording.calls import Call
 from tiny_models import make, random_ids
 
-OPTIONS = {"near": 4, "sinks": 1, "num_features": 8}
+OPTIONS: dict[str, Any] = {"near": 4, "sinks": 1, "num_features": 8}
 
 
 def normal(*shape: int, seed: int) -> Tensor:

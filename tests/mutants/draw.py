@@ -94,10 +94,10 @@ def verdict(change: Change, records: Records) -> str:
         path = root / "src" / "subquad" / change.path
         path.write_text(change.applied(path.read_text()))
         if native:
-            made = rebuild(path.parent, *SAME_BYTES)
+            made = rebuild(path.parent.parent, *SAME_BYTES)
             if isinstance(made, str):
                 return "does not compile"
-            if machine_code(made, path.parent) == unchanged_code():
+            if machine_code(made, made.parent) == unchanged_code():
                 return "same code"
         found = noticed(root, tests, 60 + 3 * seconds, MEMORY)
         return noticed(root, BAD_MEMORY_ACCESS, 1800, None) if native and found == "SURVIVED" else found

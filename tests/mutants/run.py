@@ -85,7 +85,7 @@ def killed(mutant: Mutant) -> bool:
         shutil.copytree(ROOT / "src", source)
         path = source / "subquad" / mutant.path
         path.write_text(mutant.applied(path.read_text()))
-        if path.suffix == ".hpp" and isinstance(made := rebuild(path.parent), str):
+        if path.suffix == ".hpp" and isinstance(made := rebuild(path.parent.parent), str):
             sys.exit(f"the mutant does not compile:\n{made[-2000:]}")
         return red(source, mutant.tests)
 

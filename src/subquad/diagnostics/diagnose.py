@@ -100,10 +100,10 @@ def diagnose(
         for number, layer in enumerate(recording):
             tell(f"measuring {layer.name}", number, len(recording))
             found.append(_diagnose_layer(layer, settings, number))
-            far = far_share(layer.mechanism, layer.calls) if isinstance(layer.mechanism, FavorAttention) else None
-            if far is not None:
+            own = layer.mechanism if isinstance(layer.mechanism, FavorAttention) else None
+            if own is not None and (far := far_share(own, layer.calls)) is not None:
                 usual = mean_loss(model, recording.batches) if usual is None else usual
-                loss = loss_without(layer.mechanism, model, recording.batches, usual)
+                loss = loss_without(own, model, recording.batches, usual)
                 found[-1] = replace(found[-1], far_share=far, far_loss=loss)
             sequences = sequences or sum(len(call.q) for call in layer.calls)  # of the first layer
     return Diagnosis(tolerance, rows, sequences, tuple(found))
