@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard src/subquad/k
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: $(READY)   ## train a protein model twice, exact and FAVOR, and compare; under five minutes
+demo: $(READY)   ## FAVOR, exact attention and controls on proteins and a task of memory; under five minutes
 	$(BIN)/subquad demo --out demo
 
 tour: $(READY)   ## accuracy, time and memory of the mechanisms in the terminal; half a minute

@@ -330,6 +330,31 @@ def test_fine_tuning_begins_with_given_weights(tmp_path: Path) -> None:
     assert not (tmp_path / "wrong").exists()
 
 
+@pytest.mark.parametrize(("before", "after"), [("window", "favor"), ("favor", "softmax"), ("favor", "linear")])
+def test_fine_tuning_with_another_mechanism(tmp_path: Path, before: str, after: str) -> None:
+    plain = replace(SHORT, redraw_every=0, dropout=0.0)
+    quiet_train(tmp_path / "base", replace(plain, attention=before, attention_options={}))
+    tuned = replace(
+        plain, attention=after, attention_options={}, init=str(tmp_path / "base"), learning_rate=1e-12, warmup=0
+    )
+    quiet_train(tmp_path / "tuned", tuned)
+    base, now = (SubquadForCausalLM.from_pretrained(tmp_path / n / "model").state_dict() for n in ("base", "tuned"))
+    for name in base.keys() | now.keys():
+        if "mechanism" in name:
+            assert (name in now) == (after == "favor")
+        else:
+            assert_close(now[name], base[name], 1e-6, name)
+
+
+def test_fine_tuning_with_features_of_another_number(tmp_path: Path) -> None:
+    quiet_train(tmp_path / "base", SHORT)
+    other = replace(
+        SHORT, init=str(tmp_path / "base"), attention_options={**(SHORT.attention_options or {}), "num_features": 24}
+    )
+    message = message_of(lambda: quiet_train(tmp_path / "tuned", other), tmp_path)
+    assert message.startswith("base/model: does not fit the model to be trained (")
+
+
 def test_bfloat16(tmp_path: Path) -> None:
     result = quiet_train(tmp_path, replace(SHORT, precision="bfloat16"))
     assert 2 < result.metrics["eval_loss"] < 4

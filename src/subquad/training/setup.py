@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import TrainingArguments, set_seed
 
 from subquad import checks
@@ -28,6 +29,7 @@ from subquad.data.vocabulary import BYTES
 from subquad.errors import SubquadError
 from subquad.files import sweep
 from subquad.models import SubquadForCausalLM, SubquadForMaskedLM
+from subquad.nn import SelfAttention
 from subquad.training import checkpoints
 from subquad.training.callbacks import feature_seed
 from subquad.training.files import MANIFEST, locked, verify
@@ -143,12 +145,22 @@ def build_model(corpus: Corpus, options: TrainOptions) -> SubquadForCausalLM | S
 
 
 def _load_weights(model: SubquadForCausalLM | SubquadForMaskedLM, folder: Path) -> None:
-    """Begins with the weights of another model, features included."""
+    """Begins with the weights of another model, features included; where a layer has another mechanism, that stays."""
     if (folder / MANIFEST).exists():
         verify(folder)
     with runs.same_shape(folder):
         other = type(model).from_pretrained(folder, trust_remote_code=False)
-        model.load_state_dict(other.state_dict())
+        weights = other.state_dict()
+        for name, layer in model.named_modules():
+            if isinstance(layer, SelfAttention) and not _same_mechanism(layer, other.get_submodule(name)):
+                prefix = f"{name}.mechanism."
+                weights = {key: x for key, x in weights.items() if not key.startswith(prefix)}
+                weights |= {prefix + key: x for key, x in layer.mechanism.state_dict().items()}
+        model.load_state_dict(weights)
+
+
+def _same_mechanism(layer: SelfAttention, other: nn.Module) -> bool:
+    return type(layer.mechanism) is type(getattr(other, "mechanism", None))
 
 
 def build_optimizer(model: Any, options: TrainOptions) -> torch.optim.Optimizer:
