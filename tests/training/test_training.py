@@ -348,9 +348,7 @@ def test_fine_tuning_with_another_mechanism(tmp_path: Path, before: str, after: 
 
 def test_fine_tuning_with_features_of_another_number(tmp_path: Path) -> None:
     quiet_train(tmp_path / "base", SHORT)
-    other = replace(
-        SHORT, init=str(tmp_path / "base"), attention_options={**(SHORT.attention_options or {}), "num_features": 24}
-    )
+    other = replace(SHORT, init=str(tmp_path / "base"), attention_options={"num_features": 24})
     message = message_of(lambda: quiet_train(tmp_path / "tuned", other), tmp_path)
     assert message.startswith("base/model: does not fit the model to be trained (")
 
