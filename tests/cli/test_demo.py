@@ -118,7 +118,7 @@ def steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 
     def remember(plan: Any, names: tuple[str, ...], output: Path) -> list[Result]:
         assert output.is_dir()
-        done.append((plan.task, plan.keys, plan.length, plan.steps, names, output))
+        done.append((plan.task, plan.keys, plan.length, plan.steps, plan.shape.favor, names, output))
         return remembered(dict.fromkeys(names, 1.0) | {"window": 0.25})
 
     def generated(folder: Path, output: Path, **options: Any) -> int:
@@ -145,8 +145,9 @@ def test_models_are_trained_compared_and_one_is_asked(
             f"subquad train protein --resume --out {tmp_path / name} --layers 2 --hidden 128 --heads 4 "
             f"--intermediate 256 --attention {name}{given} --steps 7 --window 1024 --eval-every 50 --save-every 50"
         )
+    favor = {"num_features": 48, "near": 8, "sinks": 4}
     assert steps[4:] == [
-        ("recall", 64, 512, 150, ("identity", "window", "favor", "softmax"), tmp_path / "memory"),
+        ("recall", 32, 512, 150, favor, ("identity", "window", "favor", "softmax"), tmp_path / "memory"),
         (
             tmp_path / "favor",
             {"prompt": "M", "length": 240, "num": 1, "temperature": 0.9, "top_k": 0, "top_p": 0.95}

@@ -24,7 +24,8 @@ FEATURES, NEAR, HIDDEN, HEADS = 64, 64, 128, 4
 DECODED = ("softmax", "favor")
 CONTEXTS = (1024, 16_384)
 MEMORY_ROWS = ("identity", "window", "favor", "softmax")
-MEMORY_STEPS = 150
+MEMORY_KEYS, MEMORY_STEPS = 32, 150
+MEMORY_FEATURES, MEMORY_NEAR = 48, 8  # a window of the same memory ends soon after 64 tokens, where "far" begins
 
 
 def demo(
@@ -87,8 +88,10 @@ def mechanisms() -> dict[str, list[str]]:
 def _remember(folder: Path) -> "tuple[Plan, list[Result]]":
     """The task of memory; what is in the folder is not measured again."""
     from subquad.bench.recall import Plan
+    from subquad.bench.recall.rows import Shape
 
-    plan = Plan("recall", steps=MEMORY_STEPS, seeds=1)
+    shape = Shape(features=MEMORY_FEATURES, near=MEMORY_NEAR)
+    plan = Plan("recall", keys=MEMORY_KEYS, steps=MEMORY_STEPS, seeds=1, shape=shape)
     folder.mkdir(parents=True, exist_ok=True)
     return plan, measured(plan, MEMORY_ROWS, folder)
 
