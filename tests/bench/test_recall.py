@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +150,11 @@ def test_means_have_standard_errors_over_seeds() -> None:
 
 def test_a_model_learns_and_is_the_same_for_the_same_seed() -> None:
     plan = Plan(keys=4, length=48, steps=120, seeds=1, tests=16, shape=Shape(hidden=32, features=16, near=4))
-    (first,), (again,) = ([*measure(plan, [(ROWS["softmax"], 0)])] for _ in range(2))
-    assert first.near > 0.5  # a guess is right in .25
-    assert (first.near, first.far) == (again.near, again.far) or math.isnan(first.far)
+    (learned,) = measure(plan, [(ROWS["softmax"], 0)])
+    assert learned.near > 0.5  # a guess is right in .25
+    short = replace(plan, steps=5)
+    (first,), (again,), (other,) = ([*measure(short, [(ROWS["softmax"], seed)])] for seed in (0, 0, 1))
+    assert first.near == again.near != other.near
 
 
 # The command ----------------------------------------------------------------------------------------------------------
@@ -159,17 +162,17 @@ def test_a_model_learns_and_is_the_same_for_the_same_seed() -> None:
 
 @tasks
 def test_every_row_of_every_task(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    size = ["--keys", "4", "--length", "160", "--steps", "2", "--seeds", "2", "--also-at", "192"]
+    size = ["--keys", "4", "--length", "144", "--steps", "2", "--seeds", "1", "--also-at", "160"]
     rows = [] if name == "recall" else ["--rows", "window,favor,gla,softmax"]
     assert main(["bench", "recall", "--task", name, *size, *rows, "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "recall.json").read_text())
     names = [*ROWS] if name == "recall" else ["window", "favor", "gla", "softmax"]
-    assert [r["row"] for r in report["results"]] == [n for n in names for _ in range(2)]
+    assert [r["row"] for r in report["results"]] == names
     assert all(r["state"] > 0 for r in report["results"] if r["row"] != "identity")
     assert (tmp_path / "recall.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert all(row in printed for row in names)
-    assert "at 192" in printed
+    assert "at 160" in printed
 
 
 def test_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
