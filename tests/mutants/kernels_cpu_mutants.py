@@ -182,6 +182,13 @@ KERNELS_CPU = (
     ),
     # kernels/cpu/src/backward.hpp
     Mutant(
+        "gradients of a wide window fold blocks too early",
+        "kernels/cpu/src/backward.hpp",
+        "pass.kind == Pass::ALONG ? b - v.p.reach : b + v.p.reach;",
+        "pass.kind == Pass::ALONG ? b - 1 : b + 1;",
+        "tests/kernels/test_cpu.py -k 'sum_up and favor-reach-long-blocks'",
+    ),
+    Mutant(
         "no certificate in the native backward",
         "kernels/cpu/src/backward.hpp",
         "if (v.logarithmic() && count > 1 && too_large()) return",
@@ -312,6 +319,13 @@ KERNELS_CPU = (
         "tests/kernels/test_long_sequences.py -k 'however and cpu'",
     ),
     # kernels/cpu/src/forward.hpp
+    Mutant(
+        "a wide window folds blocks too early in the native engine",
+        "kernels/cpu/src/forward.hpp",
+        "    if (near_.there(b - v.p.reach)) fold_block(near_.block(b - v.p.reach));",
+        "    if (near_.there(b - 1)) fold_block(near_.block(b - 1));",
+        "tests/kernels/test_cpu.py -k 'sum_up and favor-reach-long-blocks'",
+    ),
     Mutant(
         "the own block sees the next token",
         "kernels/cpu/src/forward.hpp",
@@ -456,6 +470,13 @@ KERNELS_CPU = (
         "tests/kernels/test_cpu.py -k 'single_precision'",
     ),
     # kernels/cpu/src/step.hpp
+    Mutant(
+        "a step keeps one block of a wide window",
+        "kernels/cpu/src/step.hpp",
+        "    previous_ = long(v.p.reach) * near_, slots_ = previous_ + near_;",
+        "    previous_ = near_, slots_ = previous_ + near_;",
+        "tests/kernels/test_cpu.py -k 'favor-reach'",
+    ),
     Mutant(
         "a decoded block is not folded away",
         "kernels/cpu/src/step.hpp",

@@ -5,6 +5,13 @@ from mutant import Mutant
 KERNELS_FAVOR = (
     # kernels/favor/exact.py
     Mutant(
+        "a wide window begins one block late",
+        "kernels/favor/exact.py",
+        "return self.p.keys(start - self.reach * block, block, blocks + around)",
+        "return self.p.keys(start - min(self.reach, 2) * block, block, blocks + around)",
+        "tests/mechanisms/test_contract.py -k 'favor-reach and forward_equals_reference'",
+    ),
+    Mutant(
         "near block looks ahead",
         "kernels/favor/exact.py",
         "mask = mask & mask.new_ones(span.block, span.block).tril_()",
@@ -121,6 +128,13 @@ KERNELS_FAVOR = (
         "tests/kernels/cpu/test_gate.py -k 'beyond_the_sequence and chunk'",
     ),
     # kernels/favor/sweep.py
+    Mutant(
+        "the reverse sweep folds what a wide window sees exactly",
+        "kernels/favor/sweep.py",
+        "return self.p.keys(start + self.p.reach * block, block, blocks)",
+        "return self.p.keys(start + block, block, blocks)",
+        "tests/mechanisms/test_contract.py -k 'favor-reach and forward_equals_reference'",
+    ),
     Mutant(
         "epsilon on the keys' features",
         "kernels/favor/sweep.py",

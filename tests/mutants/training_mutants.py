@@ -207,6 +207,13 @@ TRAINING = (
     ),
     # training/setup.py
     Mutant(
+        "fine-tuning with another mechanism loses the drawn features",
+        "training/setup.py",
+        "                weights |= {prefix + key: x for key, x in layer.mechanism.state_dict().items()}\n",
+        "",
+        "tests/training/test_training.py -k 'another_mechanism'",
+    ),
+    Mutant(
         "a run begins with features of another step",
         "training/setup.py",
         "feature_seed(options.seed, 0)",
