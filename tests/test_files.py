@@ -309,7 +309,7 @@ WRITERS = {
 ALLOWED = {
     "files.py": {"write_bytes", "savefig"},
     "measure.py": {"write_text"},
-    "training/files.py": {"write_text"},
+    "training/checksums.py": {"write_text"},
     "training/run.py": {"save_pretrained"},
     "training/metrics.py": {"open"},
     "models/configuration.py": {"save_pretrained"},

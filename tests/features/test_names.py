@@ -19,7 +19,7 @@ from subquad.features import names
 from subquad.features.names import current_options
 from subquad.models import SubquadConfig
 from subquad.training import TrainOptions
-from subquad.training.files import read_record, write_record
+from subquad.training.checksums import read_record, write_record
 from subquad.training.options import RunRecord
 from tiny_hugging_face import bert
 from tiny_models import make, random_ids

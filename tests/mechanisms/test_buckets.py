@@ -19,7 +19,7 @@ from subquad import (
 from subquad.functional import cluster_attention, draw_rotations, lsh_attention
 from subquad.kernels.sparse import torch as sparse
 from subquad.kernels.sparse.groups import group, meetings
-from subquad.kernels.sparse.torch import ABSENT_KEY, ABSENT_QUERY, Inputs, Pairs, Rule
+from subquad.kernels.sparse.torch import ABSENT_KEY, ABSENT_QUERY, Bounds, Inputs, Pairs
 from subquad.mechanisms.census import Census
 from subquad.nn import SelfAttention
 from subquad.testing import Check, assert_close, make_inputs, parametrize_contract, relative_error
@@ -200,7 +200,7 @@ def test_a_rule_counts_a_pair_in_its_first_round() -> None:
     blocks = torch.tensor([[0, 2, 3], [1, 3, 3]])
     pairs = Pairs(blocks, *places, *codes)
     for r in (0, 1):
-        out, _ = sparse.forward(Inputs(*tensors), pairs, Rule(code_low=-1, round=r, skip_self=True), 0.5)
+        out, _ = sparse.forward(Inputs(*tensors), pairs, Bounds(code_low=-1, round=r, skip_self=True), 0.5)
         for n, row in ((0, 0), (0, 2), (1, 1)):
             total, weighted = 0.0, torch.zeros(4, dtype=torch.float64)
             for block in blocks[n][blocks[n] < 3].tolist():
@@ -212,7 +212,7 @@ def test_a_rule_counts_a_pair_in_its_first_round() -> None:
                         total, weighted = total + weight, weighted + weight * tensors[2][block, s]
             assert_close(out[n, row], weighted / total if total else weighted, 1e-12)
     absent = Pairs(blocks, torch.full_like(places[0], ABSENT_QUERY), torch.full_like(places[1], ABSENT_KEY))
-    assert not bool(sparse.forward(Inputs(*tensors), absent, Rule(), 0.5)[0].any())
+    assert not bool(sparse.forward(Inputs(*tensors), absent, Bounds(), 0.5)[0].any())
 
 
 @both

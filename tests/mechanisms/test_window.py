@@ -8,7 +8,7 @@ from subquad import Mechanism, WindowAttention, errors
 from subquad.functional import window_attention
 from subquad.kernels.sparse import torch as sparse
 from subquad.kernels.sparse.operator import sparse_attention
-from subquad.kernels.sparse.torch import ABSENT_KEY, Pairs, Rule
+from subquad.kernels.sparse.torch import ABSENT_KEY, Bounds, Pairs
 from subquad.nn import LongformerSelfAttention
 from subquad.testing import Check, assert_close, make_inputs, parametrize_contract
 from subquad.testing.inputs import gradients, make_mask
@@ -158,7 +158,7 @@ def some_pairs(rounds: int) -> tuple[tuple[Tensor, Tensor, Tensor], Pairs]:
     return (q, k, v), Pairs(chosen, labels(tiles, rows), k_place, *codes)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, rule: Rule, scale: float) -> tuple[Tensor, Tensor]:
+def dense(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, bounds: Bounds, scale: float) -> tuple[Tensor, Tensor]:
     """One pair at a time."""
     outs, sums = [], []
     for n in range(q.shape[0]):
@@ -167,12 +167,12 @@ def dense(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, rule: Rule, scale: floa
             for block in pairs.blocks[n].tolist():
                 for e in range(k.shape[1] if block < k.shape[0] else 0):
                     apart = int(pairs.q_place[n, c]) - int(pairs.k_place[block, e])
-                    counts = rule.place_low <= apart <= rule.place_high
-                    counts &= not (rule.skip_self and apart == 0)
+                    counts = bounds.place_low <= apart <= bounds.place_high
+                    counts &= not (bounds.skip_self and apart == 0)
                     if pairs.q_code is not None and pairs.k_code is not None:
                         between = pairs.q_code[n, c] - pairs.k_code[block, e]
-                        meets = ((between >= rule.code_low) & (between <= rule.code_high)).tolist()
-                        counts = counts and meets[rule.round] and not any(meets[: rule.round])
+                        meets = ((between >= bounds.code_low) & (between <= bounds.code_high)).tolist()
+                        counts = counts and meets[bounds.round] and not any(meets[: bounds.round])
                     if counts:
                         logits.append(scale * q[n, c] @ k[block, e])
                         values.append(v[block, e])
@@ -188,12 +188,12 @@ def dense(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, rule: Rule, scale: floa
 
 @pytest.mark.parametrize("rounds", [0, 1, 3])
 @pytest.mark.parametrize(
-    "rule", [Rule(), Rule(place_low=0, place_high=2), Rule(code_low=-1, code_high=1, skip_self=True)]
+    "bounds", [Bounds(), Bounds(place_low=0, place_high=2), Bounds(code_low=-1, code_high=1, skip_self=True)]
 )
-def test_engine_against_pairs_one_by_one(rounds: int, rule: Rule) -> None:
+def test_engine_against_pairs_one_by_one(rounds: int, bounds: Bounds) -> None:
     tensors, pairs = some_pairs(rounds)
-    rule = rule._replace(round=max(0, rounds - 1))
-    got, want = sparse_attention(*tensors, pairs, rule, 0.6), dense(*tensors, pairs, rule, 0.6)
+    bounds = bounds._replace(round=max(0, rounds - 1))
+    got, want = sparse_attention(*tensors, pairs, bounds, 0.6), dense(*tensors, pairs, bounds, 0.6)
     log_normaliser = got[1].masked_fill(got[1] == -torch.inf, 0)
     assert_close(got[0], want[0], 1e-12, "output")
     assert_close(log_normaliser, want[1], 1e-12, "log-normaliser")
@@ -207,8 +207,8 @@ def test_engine_against_pairs_one_by_one(rounds: int, rule: Rule) -> None:
         assert_close(g, w, 1e-12, f"gradient of {name}")
 
 
-@pytest.mark.parametrize("rule", [Rule(), Rule(place_low=-1, place_high=2), Rule(-3, 3, skip_self=True)])
-def test_tiles_that_look_alike_are_tiles_with_equal_labels(rule: Rule) -> None:
+@pytest.mark.parametrize("bounds", [Bounds(), Bounds(place_low=-1, place_high=2), Bounds(-3, 3, skip_self=True)])
+def test_tiles_that_look_alike_are_tiles_with_equal_labels(bounds: Bounds) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(*shape, 7, dtype=torch.float64, generator=generator) for shape in ((3, 4), (6, 3), (6, 3)))
     q_place, k_place = (torch.randint(0, 4, (n,), dtype=torch.int32, generator=generator) for n in (4, 6))
@@ -218,7 +218,7 @@ def test_tiles_that_look_alike_are_tiles_with_equal_labels(rule: Rule) -> None:
     alike = Pairs(blocks, q_place, k_place, alive=alive)
     of_blocks = k_place.view(2, 3).repeat(3, 1).masked_fill(~alive, ABSENT_KEY)
     labelled = Pairs(blocks, q_place.expand(3, -1).contiguous(), of_blocks)
-    got, want = (sparse_attention(q, k, v, pairs, rule, 0.6) for pairs in (alike, labelled))
+    got, want = (sparse_attention(q, k, v, pairs, bounds, 0.6) for pairs in (alike, labelled))
     for one, other in zip(got, want, strict=True):
         assert_close(one.masked_fill(one == -torch.inf, 0), other.masked_fill(other == -torch.inf, 0), 1e-12)
 
@@ -226,7 +226,7 @@ def test_tiles_that_look_alike_are_tiles_with_equal_labels(rule: Rule) -> None:
 def test_engine_passes_opcheck() -> None:
     tensors, pairs = some_pairs(3)
     torch.library.opcheck(
-        torch.ops.subquad.sparse_forward.default, (*tensors, *pairs, *Rule(round=1), 0.5), raise_exception=True
+        torch.ops.subquad.sparse_forward.default, (*tensors, *pairs, *Bounds(round=1), 0.5), raise_exception=True
     )
 
 

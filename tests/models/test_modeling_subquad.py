@@ -21,7 +21,7 @@ from subquad.errors import CheckpointError
 from subquad.models import SubquadConfig, SubquadForCausalLM, modeling_subquad
 from subquad.models.configuration import AUTO_MAP, SHIM
 from subquad.training import save_model
-from subquad.training.files import verify
+from subquad.training.checksums import verify
 from tiny_models import make, random_ids
 
 NAMED = {auto: f"modeling_subquad.{name}" for auto, name in AUTO_MAP.items()}

@@ -131,8 +131,8 @@ KERNELS_SPARSE = (
     Mutant(
         "lsh: pairs count in every round they meet in",
         "kernels/sparse/torch.py",
-        "hidden |= outside if r == rule.round else outside.logical_not_()",
-        "hidden |= outside if r == rule.round else False",
+        "hidden |= outside if r == bounds.round else outside.logical_not_()",
+        "hidden |= outside if r == bounds.round else False",
         "tests/mechanisms/test_buckets.py tests/models/test_buckets.py -k 'count_once'",
     ),
     Mutant(

@@ -341,8 +341,8 @@ MECHANISMS = (
     Mutant(
         "strided: own summaries counted twice",
         "mechanisms/strided_parts.py",
-        "rule = Rule(1) if causal else Rule(-keys, keys, skip_self=True)",
-        "rule = Rule(0) if causal else Rule(-keys, keys)",
+        "bounds = Bounds(1) if causal else Bounds(-keys, keys, skip_self=True)",
+        "bounds = Bounds(0) if causal else Bounds(-keys, keys)",
         "tests/mechanisms/test_strided.py -k 'papers_set'",
     ),
     Mutant(

@@ -110,17 +110,17 @@ TRAINING = (
         "    if False:\n        raise",
         "tests/training/test_training.py -k 'without_a_whole_checkpoint'",
     ),
-    # training/files.py
+    # training/checksums.py
     Mutant(
         "checkpoints: an empty manifest verifies",
-        "training/files.py",
+        "training/checksums.py",
         "if not expected or not all(",
         "if not all(",
         "tests/training/test_training.py -k 'malformed_manifest'",
     ),
     Mutant(
         "checkpoints: files that nobody wrote are loaded",
-        "training/files.py",
+        "training/checksums.py",
         "if name not in expected and not _is_note(name)]",
         "if False]",
         "tests/training/test_training.py -k 'notes_do_not_count'",

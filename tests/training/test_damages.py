@@ -16,7 +16,7 @@ from subquad.cli import main
 from subquad.data import load_proteins
 from subquad.errors import DamageWarning
 from subquad.files import remove
-from subquad.training.files import read_record
+from subquad.training.checksums import read_record
 
 SHORT = replace(OPTIONS, steps=4, save_every=2, eval_every=4, log_every=1)
 Damage = Callable[[bytes, random.Random], bytes]

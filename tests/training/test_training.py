@@ -25,10 +25,10 @@ from subquad.files import remove
 from subquad.models import SubquadConfig, SubquadForCausalLM
 from subquad.testing import assert_close
 from subquad.training import TrainOptions, make_samples, model_folder, run, train
-from subquad.training import files as files_module
+from subquad.training import checksums as files_module
 from subquad.training.callbacks import WatchFeatures, feature_seed
 from subquad.training.checkpoints import checkpoints, newest
-from subquad.training.files import damage, read_record, verify, write_record
+from subquad.training.checksums import damage, read_record, verify, write_record
 from subquad.training.metrics import MetricsFile, plot_losses, token_statistics
 from subquad.training.muon import MuonAdamW, orthogonalised, split_parameters
 from subquad.training.options import RunRecord

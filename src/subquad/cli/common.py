@@ -44,7 +44,7 @@ def load_model(path: Path, *, head: bool = True) -> Loaded:
     """The model of a run or of a model folder; without its head if hidden states are wanted."""
     from subquad import models
     from subquad.training import model_folder
-    from subquad.training.files import MANIFEST, verify
+    from subquad.training.checksums import MANIFEST, verify
 
     quiet()
     folder = model_folder(path)

@@ -1,7 +1,8 @@
 """The table of engines: what each of them can do, and why one cannot do a call.
 
-An engine is one file per operation (`favor/`, `linear/`) with `border_count`, `forward` and `backward`, and one line
-here. It may have a `step`, one token of decoding; without it, steps are made of torch operations.
+An engine is one file per operation (`favor/torch.py`, `linear/native.py`), where its `border_count`, `forward` and
+`backward` are, and one line here. It may have a `step`, one token of decoding; without it, steps are made of torch
+operations. The engine in C++ is the backend "cpu"; its files are called `native.py`.
 """
 
 from collections.abc import Mapping

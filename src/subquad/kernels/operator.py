@@ -53,6 +53,9 @@ def _needs_gradients(tensors: list[Tensor | None]) -> bool:
 class Operation:
     """`subquad::NAME_forward` and `subquad::NAME_backward`, done by the engine that the options name.
 
+    torch wants many functions of an operator (real, fake, what is saved, gradients), forward and backward: each is a
+    method here.
+
     Args:
         inputs, options: the records.
         of_map: inputs that belong to the feature map; their gradients are computed only if one of them needs its own.

@@ -84,6 +84,8 @@ def assigned(x: Tensor, centroids: Tensor) -> Tensor:
 class ClusterAttention(BucketMechanism):
     """Attention of a Routing Transformer.
 
+    Beside the contract it assigns tokens, and keeps and moves centroids, hence more methods than other mechanisms.
+
     Args:
         head_dim: D of the queries and keys.
         num_clusters: about length / bucket_size is a good number.

@@ -91,6 +91,9 @@ def favor_attention(
 class FavorAttention(RandomFeatures, Mechanism):
     """Attention of a Performer, made exact where that matters most.
 
+    Beside the contract it has the life of its features (set, adopt, redraw) and properties that callers ask for, hence
+    more methods than other mechanisms.
+
     Args:
         head_dim: D of the queries and keys.
         num_features: M. The far field's error falls slowly with it, time grows with it.

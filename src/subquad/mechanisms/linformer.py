@@ -78,6 +78,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, slots: Tensor | None 
 class LinformerAttention(RandomFeatures, Mechanism):
     """softmax(scale * q (E k)^T) (F v), E and F `[rank, max_length]`, cut to the length of the keys.
 
+    Beside the contract it makes, shares and applies four kinds of projection, hence more methods than other mechanisms.
+
     Args:
         head_dim: D of the queries and keys.
         rank: slots that keys and values are projected to.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.sparse.lines import Lines, Part, causal_band, cross, padded, symmetric_band
-from subquad.kernels.sparse.torch import ABSENT_KEY, Rule, merge
+from subquad.kernels.sparse.torch import ABSENT_KEY, Bounds, merge
 
 
 class StridedOptions(NamedTuple):
@@ -84,7 +84,7 @@ def past_columns(options: StridedOptions, q: Tensor, k: Tensor, v: Tensor, first
     q_place = first[:, None] + torch.arange(rows, device=q.device)
     k_place = torch.arange(k.shape[2] // stride, device=q.device)[None]
     lines = _by_residue(q, k, v, stride)
-    return _from_residues(cross(lines, q_place, k_place, Rule(1), options.scale, lambda row: most + row), q)
+    return _from_residues(cross(lines, q_place, k_place, Bounds(1), options.scale, lambda row: most + row), q)
 
 
 def _by_residue(q: Tensor, k: Tensor, v: Tensor, stride: int) -> Lines:
@@ -140,9 +140,9 @@ def to_summaries(
     """k and v: summaries of past blocks, if any, and of those of q. q_block `[B or 1, T]`, k_block `[B or 1, S]`."""
     stride, summary, keys = options.stride, options.summary, k.shape[2]
     past = keys - q.shape[2] // stride * summary
-    rule = Rule(1) if causal else Rule(-keys, keys, skip_self=True)
+    bounds = Bounds(1) if causal else Bounds(-keys, keys, skip_self=True)
     seen = (lambda token: past + token // stride * summary) if causal else (lambda _: keys)
-    return _of_tokens(cross(_whole(q, k, v), q_block, k_block, rule, options.scale, seen), q)
+    return _of_tokens(cross(_whole(q, k, v), q_block, k_block, bounds, options.scale, seen), q)
 
 
 def summaries(options: StridedOptions, x: Tensor) -> Tensor:

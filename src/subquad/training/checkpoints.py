@@ -1,4 +1,4 @@
-"""Where a run keeps its checkpoints, and which of them to continue from."""
+"""What checkpoints are called, where a run keeps them, and which of them to continue from."""
 
 import re
 import warnings
@@ -7,14 +7,19 @@ from pathlib import Path
 from subquad.checks import runs
 from subquad.errors import DamageWarning
 from subquad.files import remove
-from subquad.training.files import damage
+from subquad.training.checksums import damage
 
-NAME = re.compile(r"checkpoint-(\d+)")
+PREFIX = "checkpoint-"  # the Trainer writes into a folder of this name, wherever it is told to
+NAME = re.compile(PREFIX + r"(\d+)")
+
+
+def name_of(step: int) -> str:
+    return f"{PREFIX}{step}"
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """All checkpoints, oldest first; a name is given to complete ones alone."""
-    found = [path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name)] if folder.is_dir() else []
+    found = [path for path in folder.glob(f"{PREFIX}*") if NAME.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(found, key=step_of)
 
 

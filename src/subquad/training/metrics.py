@@ -14,7 +14,7 @@ from subquad import files
 from subquad.checks import runs
 from subquad.errors import DamageWarning
 from subquad.tables import csv_table
-from subquad.training.files import write_atomically
+from subquad.training.checksums import write_atomically
 
 COLUMNS = (
     *("step", "epoch", "tokens", "seconds", "loss", "grad_norm", "learning_rate", "tokens_per_second"),

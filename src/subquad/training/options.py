@@ -13,7 +13,7 @@ from subquad.checks import runs
 from subquad.data import OBJECTIVES
 from subquad.features.names import current_options
 from subquad.mechanisms import MECHANISMS
-from subquad.training.files import read_record, write_record
+from subquad.training.checksums import read_record, write_record
 
 if TYPE_CHECKING:
     from subquad.models import SubquadConfig

@@ -29,7 +29,7 @@ from subquad.training.callbacks import (
     UpdateCentroids,
     WatchFeatures,
 )
-from subquad.training.files import publish, read_record, staging_for, verify, write_record
+from subquad.training.checksums import publish, read_record, staging_for, verify, write_record
 from subquad.training.metrics import MetricsFile, plot_losses
 from subquad.training.options import RunRecord, TrainOptions
 from subquad.training.setup import (

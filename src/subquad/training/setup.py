@@ -32,7 +32,7 @@ from subquad.models import SubquadForCausalLM, SubquadForMaskedLM
 from subquad.nn import SelfAttention
 from subquad.training import checkpoints
 from subquad.training.callbacks import feature_seed
-from subquad.training.files import MANIFEST, locked, verify
+from subquad.training.checksums import MANIFEST, locked, verify
 from subquad.training.metrics import MetricsFile
 from subquad.training.muon import MuonAdamW, split_parameters
 from subquad.training.options import RunRecord, TrainOptions

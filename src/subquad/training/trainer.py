@@ -14,7 +14,7 @@ from transformers import Trainer
 from subquad.checks import runs
 from subquad.data import Samples
 from subquad.training import checkpoints
-from subquad.training.files import publish, staging_for
+from subquad.training.checksums import publish, staging_for
 from subquad.training.metrics import summary, token_statistics
 from subquad.training.ranks import from_first
 
@@ -79,7 +79,7 @@ class SubquadTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """The Trainer writes into a folder aside, on all ranks; then it gets its name in one step."""
-        folder, name = self.folder, f"checkpoint-{self.state.global_step}"
+        folder, name = self.folder, checkpoints.name_of(self.state.global_step)
         with ExitStack() as stack:
             mine = stack.enter_context(staging_for(folder / name)) if self.args.should_save else None
             self._staging = from_first(mine)

@@ -1,4 +1,7 @@
-"""FAVOR attention by the C++ engine: the interface of `favor/torch.py`, and one token of decoding."""
+"""FAVOR attention by the C++ engine: the interface of `favor/torch.py`, and one token of decoding.
+
+The mathematics is in `kernels/cpu/src`: `forward.hpp`, `backward.hpp`, `step.hpp`.
+"""
 
 from collections.abc import Sequence
 from typing import Any

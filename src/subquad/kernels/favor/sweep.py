@@ -63,6 +63,8 @@ class Tile(NamedTuple):
 
 
 class Sweep:
+    """One run along the blocks. Each step of a tile is a method, forward and backward; all share the problem."""
+
     def __init__(self, problem: FavorProblem, *, reverse: bool = False) -> None:
         self.p, self.reverse = problem, reverse
         self.near = problem.options.near

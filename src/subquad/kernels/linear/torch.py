@@ -48,12 +48,12 @@ def border_count(length: int, heads: int, num_features: int, options: LinearOpti
 
 
 def forward(inputs: LinearInputs, options: LinearOptions) -> Outputs:
-    return _Engine(inputs, options).forward()
+    return _Call(inputs, options).forward()
 
 
 def backward(inputs: LinearInputs, options: LinearOptions, saved: Saved, want_map: bool) -> Gradients:
     """Of all inputs that have one; of the projection if asked, of `far_sum` if causal."""
-    return _Engine(inputs, options, want_map).backward(saved)
+    return _Call(inputs, options, want_map).backward(saved)
 
 
 class _Keys(NamedTuple):
@@ -91,7 +91,9 @@ class _OwnGradients(NamedTuple):
     log_weight: Tensor
 
 
-class _Engine:
+class _Call:
+    """Forward or backward of one call. Its many short methods are steps of a tile of keys or queries."""
+
     def __init__(self, inputs: LinearInputs, options: LinearOptions, want_map: bool = False) -> None:
         self.inputs, self.options, self.want_map = inputs, options, want_map
         self.p = Problem(inputs.q, inputs.k, inputs.v, inputs.alive, options.root)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.kernels.sparse.operator import sparse_attention
-from subquad.kernels.sparse.torch import ABSENT_KEY, ABSENT_QUERY, UNLIMITED, Pairs, Rule
+from subquad.kernels.sparse.torch import ABSENT_KEY, ABSENT_QUERY, UNLIMITED, Bounds, Pairs
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 64, 16
 
@@ -58,10 +58,10 @@ def band_attention(
         k_place=places,
         alive=None if alive is None else _lines_of(alive, batch, key_heads, band.dilation, block),
     )
-    rule = Rule(place_low=-band.ahead, place_high=band.back)
+    bounds = Bounds(place_low=-band.ahead, place_high=band.back)
     keys, values = (_key_blocks(x, band.dilation, block) for x in (k, v))
     out, log_normaliser = sparse_attention(
-        _query_tiles(q, groups, band.dilation, block), keys, values, pairs, rule, scale
+        _query_tiles(q, groups, band.dilation, block), keys, values, pairs, bounds, scale
     )
     shape = (batch, key_heads, band.dilation, -1, groups, block)
     return _to_tokens(out, shape)[:, :, :length], _to_tokens(log_normaliser[..., None], shape)[:, :, :length, 0]
@@ -118,9 +118,9 @@ def attend_to_few(
         q_place=q_place.reshape(-1, groups * block),
         k_place=k_place.to(torch.int32).repeat_interleave(key_heads, 0),
     )
-    rule = Rule(place_low=0 if causal else -UNLIMITED)
+    bounds = Bounds(place_low=0 if causal else -UNLIMITED)
     tiled = _query_tiles(F.pad(q, (0, 0, 0, right)), groups, 1, block)
-    out, log_normaliser = sparse_attention(tiled, k.flatten(0, 1), v.flatten(0, 1), pairs, rule, scale)
+    out, log_normaliser = sparse_attention(tiled, k.flatten(0, 1), v.flatten(0, 1), pairs, bounds, scale)
     shape = (batch, key_heads, 1, tiles, groups, block)
     return _to_tokens(out, shape)[:, :, :length], _to_tokens(log_normaliser[..., None], shape)[:, :, :length, 0]
 
@@ -137,8 +137,8 @@ def few_attend(q: Tensor, k: Tensor, v: Tensor, q_place: Tensor, k_place: Tensor
         q_place=q_place.to(torch.int32)[:, None, None].expand(-1, key_heads, groups, -1).reshape(-1, groups * few),
         k_place=k_place.expand(-1, key_heads, -1, -1).reshape(-1, block),
     )
-    rule = Rule(place_low=0 if causal else -UNLIMITED)
+    bounds = Bounds(place_low=0 if causal else -UNLIMITED)
     rows = q.unflatten(1, (key_heads, groups)).flatten(2, 3).flatten(0, 1)
     keys, values = (_key_blocks(F.pad(x, (0, 0, 0, right)), 1, block) for x in (k, v))
-    out, _ = sparse_attention(rows.contiguous(), keys, values, pairs, rule, scale)
+    out, _ = sparse_attention(rows.contiguous(), keys, values, pairs, bounds, scale)
     return out.view(batch, heads, few, -1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from subquad.kernels.sparse import torch as sparse
 from subquad.kernels.sparse.groups import Groups, group, meetings
-from subquad.kernels.sparse.torch import ABSENT_KEY, ABSENT_QUERY, UNLIMITED, Inputs, Pairs, Rule
+from subquad.kernels.sparse.torch import ABSENT_KEY, ABSENT_QUERY, UNLIMITED, Bounds, Inputs, Pairs
 
 
 class Options(NamedTuple):
@@ -29,7 +29,7 @@ class _Round(NamedTuple):
     tiles: Groups
     blocks: Groups
     pairs: Pairs
-    rule: Rule
+    bounds: Bounds
 
     def inputs(self, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
         return Inputs(self.tiles.gather(q), self.blocks.gather(k), self.blocks.gather(v))
@@ -74,7 +74,7 @@ class Problem:
             blocks.labels(self.k_labels[:, :r], ABSENT_KEY) if r else None,
         )
         low, code_low = (1, 0) if options.causal else (-UNLIMITED, -1)  # the own token is a part of its own
-        return _Round(tiles, blocks, pairs, Rule(low, code_low=code_low, code_high=1, round=r, skip_self=True))
+        return _Round(tiles, blocks, pairs, Bounds(low, code_low=code_low, code_high=1, round=r, skip_self=True))
 
     def by_group(self, x: Tensor) -> Tensor:
         """Rows of query heads, `[B, K, heads of a group, T, ...]`."""
@@ -99,7 +99,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     out = out.masked_fill(~p.real[:, None], 0)
     for r in range(p.rounds):
         this = p.round(r)
-        part, part_log = sparse.forward(this.inputs(p.q, p.k, p.v), this.pairs, this.rule, p.options.scale)
+        part, part_log = sparse.forward(this.inputs(p.q, p.k, p.v), this.pairs, this.bounds, p.options.scale)
         part, part_log = this.tiles.scatter(part), this.tiles.scatter(part_log, -torch.inf)
         both = torch.logaddexp(log_normaliser, part_log)
         share = (part_log - both.masked_fill(both == -torch.inf, 0)).exp_().to(out.dtype)
@@ -123,7 +123,7 @@ def backward(problem: Problem, out: Tensor, log_normaliser: Tensor, grad: Tensor
         tiles, blocks = this.tiles, this.blocks
         grads = tiles.gather(grad), tiles.gather(shift)
         inputs = this.inputs(p.q, p.k, p.v)
-        part = sparse.backward(inputs, this.pairs, this.rule, scale, nothing, tiles.gather(log_normaliser), grads)
+        part = sparse.backward(inputs, this.pairs, this.bounds, scale, nothing, tiles.gather(log_normaliser), grads)
         dq += tiles.scatter(part.q)
         dk += blocks.scatter(part.k)
         dv += blocks.scatter(part.v)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.kernels.sparse.operator import sparse_attention
-from subquad.kernels.sparse.torch import ABSENT_KEY, Pairs, Rule
+from subquad.kernels.sparse.torch import ABSENT_KEY, Bounds, Pairs
 
 LARGEST, SMALLEST = 64, 16  # tokens of a tile: larger ones compute more hidden pairs, smaller ones make small products
 PADDING = -1  # the number of a block that does not exist
@@ -49,7 +49,7 @@ def causal_band(lines: Lines, low: int, high: int, scale: float) -> Part:
     q_place = inside.repeat(lines.q.shape[1])
     k_place = (inside - tile * steps[:, None]).flatten()
     meets = (own[:, None] - steps).clamp(min=PADDING)
-    return _attend(lines, meets, (q_place, k_place), Rule(low, high), scale, tile, tile)
+    return _attend(lines, meets, (q_place, k_place), Bounds(low, high), scale, tile, tile)
 
 
 def symmetric_band(lines: Lines, reach: int, counts: Tensor | None, scale: float, skip_self: bool = False) -> Part:
@@ -65,11 +65,13 @@ def symmetric_band(lines: Lines, reach: int, counts: Tensor | None, scale: float
     meets = first[:, None] + torch.arange(width, device=lines.q.device)
     place = torch.arange(length, device=lines.q.device)[None]
     k_place = place if counts is None else torch.where(place < counts[:, None], place, ABSENT_KEY)
-    rule = Rule(-min(reach, length), min(reach, length), skip_self=skip_self)
-    return _attend(lines, meets, _labels(lines, place, k_place, tile, tile), rule, scale, tile, tile)
+    bounds = Bounds(-min(reach, length), min(reach, length), skip_self=skip_self)
+    return _attend(lines, meets, _labels(lines, place, k_place, tile, tile), bounds, scale, tile, tile)
 
 
-def cross(lines: Lines, q_place: Tensor, k_place: Tensor, rule: Rule, scale: float, seen: Callable[[int], int]) -> Part:
+def cross(
+    lines: Lines, q_place: Tensor, k_place: Tensor, bounds: Bounds, scale: float, seen: Callable[[int], int]
+) -> Part:
     """Queries and keys with places `[.., T]` and `[.., S]`: a row for each line, or for neighbours that share it.
 
     seen: of a query, how many keys it may see at most, counted from the first; must not fall from query to query.
@@ -79,7 +81,7 @@ def cross(lines: Lines, q_place: Tensor, k_place: Tensor, rule: Rule, scale: flo
     last = torch.tensor([seen(min(start + tile, length) - 1) for start in range(0, length, tile)])
     blocks = torch.arange(-(-keys // block))
     meets = torch.where(blocks * block < last[:, None], blocks, PADDING).to(lines.q.device)
-    return _attend(lines, meets, _labels(lines, q_place, k_place, tile, block), rule, scale, tile, block)
+    return _attend(lines, meets, _labels(lines, q_place, k_place, tile, block), bounds, scale, tile, block)
 
 
 def _tile_for(length: int, reach: int) -> int:
@@ -102,7 +104,7 @@ def _labels(lines: Lines, q_place: Tensor, k_place: Tensor, tile: int, block: in
 
 
 def _attend(
-    lines: Lines, meets: Tensor, places: tuple[Tensor, Tensor], rule: Rule, scale: float, tile: int, block: int
+    lines: Lines, meets: Tensor, places: tuple[Tensor, Tensor], bounds: Bounds, scale: float, tile: int, block: int
 ) -> Part:
     """meets `[N, W]`: blocks that a tile meets, the same in every line."""
     (count, groups, length, _), (q, *keys) = lines.q.shape, lines
@@ -110,7 +112,7 @@ def _attend(
     of_line = k.shape[0] // count * torch.arange(count, device=q.device)[:, None]
     blocks = torch.where(meets[:, None] == PADDING, k.shape[0], meets[:, None] + of_line).flatten(0, 1)
     pairs = Pairs(blocks, *(place.to(torch.int32) for place in places))
-    out, log_normaliser = sparse_attention(_tiles(q, tile), k, v, pairs, rule, scale)
+    out, log_normaliser = sparse_attention(_tiles(q, tile), k, v, pairs, bounds, scale)
     return Part(*(_lines(x, count, groups, tile)[:, :, :length] for x in (out, log_normaliser)))
 
 

@@ -11,7 +11,7 @@ from subquad import checks
 from subquad.kernels import arguments
 from subquad.kernels.operator import grad_or_zeros, make_operator, refuse_double_backward
 from subquad.kernels.sparse import torch as sparse
-from subquad.kernels.sparse.torch import Inputs, Pairs, Rule
+from subquad.kernels.sparse.torch import Bounds, Inputs, Pairs
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, "
@@ -22,14 +22,16 @@ _TENSOR_COUNT = 9
 _NAMES = ("q", "k", "v", *Pairs._fields)
 
 
-def sparse_attention(q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, rule: Rule, scale: float) -> tuple[Tensor, Tensor]:
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, bounds: Bounds, scale: float
+) -> tuple[Tensor, Tensor]:
     """Output `[N, C, Dv]` and log-normaliser `[N, C]` of queries `[N, C, D]` over the keys that they meet."""
     checks.no_transforms(q, k, v)
-    return sparse_forward(q, k, v, *pairs, *rule, scale)
+    return sparse_forward(q, k, v, *pairs, *bounds, scale)
 
 
-def _problem(*args: Any) -> tuple[Inputs, Pairs, Rule, float]:
-    return Inputs(*args[:3]), Pairs(*args[3:_TENSOR_COUNT]), Rule(*args[_TENSOR_COUNT:-1]), args[-1]
+def _problem(*args: Any) -> tuple[Inputs, Pairs, Bounds, float]:
+    return Inputs(*args[:3]), Pairs(*args[3:_TENSOR_COUNT]), Bounds(*args[_TENSOR_COUNT:-1]), args[-1]
 
 
 def _check(op: str, *args: Any) -> arguments.Sizes:

@@ -38,7 +38,7 @@ class Pairs(NamedTuple):
     alive: Tensor | None = None
 
 
-class Rule(NamedTuple):
+class Bounds(NamedTuple):
     """A pair counts if query minus key lies between the bounds, both included: of places, and of codes in `round`.
 
     A pair that meets in several rounds counts in the first of them: codes of rounds before `round` must lie outside
@@ -67,11 +67,11 @@ def log_dtype(q: Tensor) -> torch.dtype:
     return torch.float32 if q.device.type == "mps" and q.dtype != torch.float64 else torch.float64
 
 
-def forward(inputs: Inputs, pairs: Pairs, rule: Rule, scale: float) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, pairs: Pairs, bounds: Bounds, scale: float) -> tuple[Tensor, Tensor]:
     """Output `[N, C, Dv]` and log-normaliser `[N, C]`; zeros and -inf for a row that sees no key."""
     q, k, v = inputs
     out, log_normaliser = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=log_dtype(q))
-    for tile in _tiles(Inputs(bounded_(q * scale), bounded_(k.clone()), v), pairs, rule):
+    for tile in _tiles(Inputs(bounded_(q * scale), bounded_(k.clone()), v), pairs, bounds):
         top = tile.logits.amax(-1, keepdim=True)
         top.masked_fill_(top == -torch.inf, 0)
         weights = tile.logits.sub_(top).exp_()
@@ -84,7 +84,7 @@ def forward(inputs: Inputs, pairs: Pairs, rule: Rule, scale: float) -> tuple[Ten
 def backward(
     inputs: Inputs,
     pairs: Pairs,
-    rule: Rule,
+    bounds: Bounds,
     scale: float,
     out: Tensor,
     log_normaliser: Tensor,
@@ -97,7 +97,7 @@ def backward(
     dk, dv = (x.new_zeros(x.shape[0] + 1, *x.shape[1:]) for x in (k, v))  # the last block is padding
     log_normaliser = log_normaliser.masked_fill(log_normaliser == -torch.inf, torch.inf)[..., None].to(q.dtype)
     shift = (grad_log_normaliser.to(q.dtype) - (grad_out * out).sum(-1))[..., None]
-    for tile in _tiles(inputs, pairs, rule):
+    for tile in _tiles(inputs, pairs, bounds):
         rows, blocks = tile.rows, tile.blocks.flatten()
         weights, grad = tile.logits.sub_(log_normaliser[rows]).exp_(), grad_out[rows]
         dv.index_add_(0, blocks, (weights.mT @ grad).view(-1, *v.shape[1:]))
@@ -117,23 +117,23 @@ class _Tile(NamedTuple):
     logits: Tensor
 
 
-def _tiles(inputs: Inputs, pairs: Pairs, rule: Rule) -> Iterator[_Tile]:
+def _tiles(inputs: Inputs, pairs: Pairs, bounds: Bounds) -> Iterator[_Tile]:
     """q comes scaled."""
     q, k, v = inputs
     step = max(1, PAIRS_AT_ONCE // (q.shape[1] * pairs.blocks.shape[1] * k.shape[1]))
     alike = pairs.q_place.dim() == 1
-    picture = _picture(pairs, rule, q.dtype) if alike else q.new_empty(0)
+    picture = _picture(pairs, bounds, q.dtype) if alike else q.new_empty(0)
     labels = pairs._replace(alive=_alive(pairs, k)) if alike else _with_padding(pairs)
     for start in range(0, q.shape[0], step):
         rows = slice(start, start + step)
-        blocks = _without_padding(pairs.blocks[rows], k.shape[0])
+        blocks = _without_absent_blocks(pairs.blocks[rows], k.shape[0])
         keys, values = _gather(k, blocks), _gather(v, blocks)
         if alike:
             met = picture[:, :, : keys.shape[1]].expand(keys.shape[0], -1, -1)
             logits = torch.baddbmm(met, q[rows], keys.mT)
             _hide_absent(logits, labels.alive, blocks)
         else:
-            logits = (q[rows] @ keys.mT).masked_fill_(_hidden(labels, rule, rows, blocks), -torch.inf)
+            logits = (q[rows] @ keys.mT).masked_fill_(_hidden(labels, bounds, rows, blocks), -torch.inf)
         yield _Tile(rows, blocks, keys, values, logits)
 
 
@@ -143,8 +143,8 @@ def _gather(x: Tensor, blocks: Tensor) -> Tensor:
     return x.index_select(0, existing).view(blocks.shape[0], -1, x.shape[2])
 
 
-def _without_padding(blocks: Tensor, padding: int) -> Tensor:
-    """blocks `[n, W]` without the columns of padding at the end; one column is always left."""
+def _without_absent_blocks(blocks: Tensor, padding: int) -> Tensor:
+    """blocks `[n, W]` without the columns at the end where no tile has a block; one column is always left."""
     used = (blocks != padding).any(0).tolist()
     width = max([w + 1 for w, some in enumerate(used) if some], default=1)
     return blocks[:, :width]
@@ -153,10 +153,10 @@ def _without_padding(blocks: Tensor, padding: int) -> Tensor:
 # Tiles that look alike ------------------------------------------------------------------------------------------------
 
 
-def _picture(pairs: Pairs, rule: Rule, dtype: torch.dtype) -> Tensor:
+def _picture(pairs: Pairs, bounds: Bounds, dtype: torch.dtype) -> Tensor:
     """`[1, C, W * E]`: 0 for pairs that count, -inf for others."""
-    hidden = _outside(pairs.q_place[:, None], pairs.k_place, rule.place_low, rule.place_high)
-    if rule.skip_self:
+    hidden = _outside(pairs.q_place[:, None], pairs.k_place, bounds.place_low, bounds.place_high)
+    if bounds.skip_self:
         hidden |= pairs.q_place[:, None] == pairs.k_place
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)[None]
 
@@ -187,18 +187,18 @@ def _with_padding(pairs: Pairs) -> Pairs:
     return pairs._replace(k_place=extended(pairs.k_place), k_code=k_code)
 
 
-def _hidden(pairs: Pairs, rule: Rule, rows: slice, blocks: Tensor) -> Tensor:
+def _hidden(pairs: Pairs, bounds: Bounds, rows: slice, blocks: Tensor) -> Tensor:
     """`[n, C, W * E]`: pairs that do not count. One pass of a byte per pair and comparison: this is in the hot loop."""
     q_place, k_place = pairs.q_place[rows, :, None], pairs.k_place[blocks].flatten(1, 2)[:, None]
-    hidden = _outside(q_place, k_place, rule.place_low, rule.place_high)
-    if rule.skip_self and rule.place_low <= 0:
+    hidden = _outside(q_place, k_place, bounds.place_low, bounds.place_high)
+    if bounds.skip_self and bounds.place_low <= 0:
         hidden |= q_place == k_place
     if pairs.q_code is None or pairs.k_code is None:
         return hidden
     q_code, k_code = pairs.q_code[rows, :, None], pairs.k_code[blocks].flatten(1, 2)[:, None]
-    for r in range(min(rule.round + 1, q_code.shape[-1])):
-        outside = _outside(q_code[..., r], k_code[..., r], rule.code_low, rule.code_high)
-        hidden |= outside if r == rule.round else outside.logical_not_()
+    for r in range(min(bounds.round + 1, q_code.shape[-1])):
+        outside = _outside(q_code[..., r], k_code[..., r], bounds.code_low, bounds.code_high)
+        hidden |= outside if r == bounds.round else outside.logical_not_()
     return hidden
 
 

@@ -1,4 +1,5 @@
-// One task's way back along the blocks: what it kept is a state per segment; the rest is computed again.
+// The gradients that one task computes on its way back along the blocks: a state per segment was kept, the rest is
+// computed again.
 //
 // With the normaliser of each row saved, a weight's gradient is weight * (g.v - g.out): no maxima take part in it. Only
 // where queries read the far field, which has a centre, both v and out are relative to that. Letters as in api.hpp.

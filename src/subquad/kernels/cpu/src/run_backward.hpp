@@ -1,4 +1,5 @@
-// The backward of all tasks. Letters as in api.hpp.
+// Which task takes which blocks in the backward, and how their sums are merged; what a task computes is in backward.hpp.
+// Letters as in api.hpp.
 #pragma once
 #include "backward.hpp"
 #include "run_forward.hpp"
