@@ -19,6 +19,7 @@ from subquad.bench.recall.references import CHUNK, REFERENCES, DeltaRule, GatedL
 from subquad.bench.recall.rows import Shape, state_size, window_of_equal_memory
 from subquad.bench.recall.tasks import IGNORED
 from subquad.cli import main
+from subquad.models import SubquadForCausalLM
 from subquad.nn import Context, SelfAttention
 from subquad.testing import assert_close
 
@@ -157,6 +158,17 @@ def test_a_model_learns_and_is_the_same_for_the_same_seed() -> None:
     assert first.near == again.near != other.near
 
 
+def test_features_are_drawn_anew_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    redraw = SubquadForCausalLM.redraw
+    monkeypatch.setattr(SubquadForCausalLM, "redraw", lambda model, seed: drawn.append(seed) or redraw(model, seed))
+    plan = Plan(keys=4, length=48, steps=5, tests=8, shape=Shape(hidden=32, features=16, near=4))
+    for every, wanted in ((0, []), (2, [12, 14])):
+        drawn.clear()
+        assert len([*measure(replace(plan, redraw_every=every), [(ROWS["favor"], 2)])]) == 1
+        assert drawn == [2, *wanted]  # the seed of the model, then one for each redraw
+
+
 # The command ----------------------------------------------------------------------------------------------------------
 
 
@@ -186,8 +198,14 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch: pytest
     assert len(json.loads((tmp_path / "recall.json").read_text())["results"]) == 4
     (tmp_path / "recall.json").write_text("{")
     assert main([*command, "--rows", "favor", "--seeds", "2"]) == 0
-    assert main([*command, "--rows", "favor", "--seeds", "1"]) == 0  # another plan
-    assert trained == [0, 1, 0]
+    assert main([*command, "--rows", "favor", "--seeds", "3"]) == 0  # one more
+    assert main([*command, "--rows", "favor,window", "--seeds", "1"]) == 0
+    assert trained == [0, 1, 2, 0]
+    found = json.loads((tmp_path / "recall.json").read_text())["results"]
+    assert [(r["row"], r["seed"]) for r in found] == [("favor", 0), ("favor", 1), ("favor", 2), ("window", 0)]
+    trained.clear()
+    assert main([*command, "--rows", "favor", "--seeds", "1", "--redraw-every", "1"]) == 0  # another plan
+    assert trained == [0]
 
 
 @pytest.mark.parametrize(
@@ -204,6 +222,7 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch: pytest
         (["--also-at", "8"], "bench recall: recall with 64 keys needs at least 128 tokens, got length 8"),
         (["--seeds", "0"], "--seeds: must be at least 1, got 0"),
         (["--features", "0"], "--features: must be at least 1, got 0"),
+        (["--redraw-every", "-1"], "--redraw-every: must be at least 0, got -1"),
         (["--near", "-1"], "--near: must be at least 1, got -1"),
         (["--positions", "learned"], "--positions must be one of rotary, sinusoidal, none, got 'learned'"),
     ],

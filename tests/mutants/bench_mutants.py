@@ -27,6 +27,29 @@ BENCH = (
         "(dim * spectrum.square().sum()) ** 0.5",
         "tests/bench/test_fidelity.py -k 'sizes_of_synthetic'",
     ),
+    # bench/recall/measure.py
+    Mutant(
+        "features are drawn anew before anything was learned, too",
+        "bench/recall/measure.py",
+        "plan.redraw_every and step and step % plan.redraw_every == 0",
+        "plan.redraw_every and step % plan.redraw_every == 0",
+        "tests/bench/test_recall.py -k 'drawn_anew'",
+    ),
+    Mutant(
+        "what the far field is worth is measured from nothing",
+        "bench/recall/measure.py",
+        "return (found[row].value - found[WINDOW].value) / gap",
+        "return found[row].value / gap",
+        "tests/bench/test_recall.py -k 'worth'",
+    ),
+    # cli/bench_recall.py
+    Mutant(
+        "seeds that were measured are measured again when more are asked for",
+        "cli/bench_recall.py",
+        ' | {"seeds": report["plan"]["seeds"]}',
+        "",
+        "tests/bench/test_recall.py -k 'measured_again'",
+    ),
     # bench/real_heads.py
     Mutant(
         "a benchmark has longer sequences",

@@ -175,12 +175,12 @@ def no_length(length: int | None) -> None:
 
 
 def new_tokens(length: int) -> int:
-    return positive_count("--length", length)
+    return count("--length", length)
 
 
-def positive_count(option: str, value: int) -> int:
-    if value < 1:
-        raise ConfigError(f"{option}: must be at least 1, got {value}")
+def count(option: str, value: int, least: int = 1) -> int:
+    if value < least:
+        raise ConfigError(f"{option}: must be at least {least}, got {value}")
     return value
 
 

@@ -107,9 +107,9 @@ def _plan(
         bench_checks.names("--estimators", estimators, ESTIMATORS) if estimators else default_estimators(name, REAL),
         bench_checks.names("--couplings", couplings, COUPLINGS),
         bench_checks.numbers("--features", features),
-        draws=checks.positive_count("--draws", draws),
+        draws=checks.count("--draws", draws),
         near=near,
-        steps=checks.positive_count("--steps", steps),
+        steps=checks.count("--steps", steps),
         seed=checks.generate_seed(seed),
     )
     bench_checks.measurable(plan)

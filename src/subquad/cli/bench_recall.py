@@ -47,6 +47,7 @@ def recall(
     near: Annotated[int, typer.Option(help="Tokens in a near block of favor.")] = NEAR,
     positions: Annotated[str, typer.Option(help="rotary, sinusoidal or none, in every model.")] = "rotary",
     short_conv: Annotated[int, typer.Option(help="Taps of the models' short convolutions; 0 for none.")] = 4,
+    redraw_every: Annotated[int, typer.Option(help="Steps between fresh random features; 0 never.")] = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help="16 keys, 256 tokens, one seed, controls and favor: about a minute.")
     ] = False,
@@ -72,16 +73,17 @@ def recall(
     chosen = bench_checks.names("--rows", rows, tuple(ROWS)) if rows else tuple(ROWS)
     plan = Plan(
         task,
-        checks.positive_count("--keys", keys),
-        checks.positive_count("--length", length),
-        checks.positive_count("--steps", steps),
-        checks.positive_count("--seeds", seeds),
+        checks.count("--keys", keys),
+        checks.count("--length", length),
+        checks.count("--steps", steps),
+        checks.count("--seeds", seeds),
         lengths=bench_checks.numbers("--also-at", also_at) if also_at else (),
+        redraw_every=checks.count("--redraw-every", redraw_every, least=0),
         shape=Shape(
             short_conv=short_conv,
             positions=positions,
-            features=checks.positive_count("--features", features),
-            near=checks.positive_count("--near", near),
+            features=checks.count("--features", features),
+            near=checks.count("--near", near),
         ),
     )
     for each in (plan.length, *plan.lengths):
@@ -106,33 +108,32 @@ def _run(plan: "Plan", names: tuple[str, ...], output: Path) -> None:
 
 
 def measured(plan: "Plan", names: tuple[str, ...], output: Path) -> "list[Result]":
-    """Results of the rows, kept in the folder; those that an earlier run of the same plan left there are taken."""
+    """Results of the rows. What an earlier run of the same plan left in the folder is taken, and stays there."""
     from subquad.bench.recall import ROWS, measure
     from subquad.cli.common import progress_bar, quiet
 
     quiet()
     path = output / "recall.json"
-    results = [result for result in _kept(plan, path) if result.row in names]
+    results = _kept(plan, path)
     done = {(result.row, result.seed) for result in results}
     todo = [(ROWS[name], seed) for name in names for seed in range(plan.seeds) if (name, seed) not in done]
     with progress_bar(f"{plan.task}: training", len(todo) * plan.steps) as progress:
         for result in measure(plan, todo, progress):
             results.append(result)
             _save(plan, results, path)
-    return sorted(results, key=lambda result: (names.index(result.row), result.seed))
+    wanted = [result for result in results if result.row in names and result.seed < plan.seeds]
+    return sorted(wanted, key=lambda result: (names.index(result.row), result.seed))
 
 
 def _kept(plan: "Plan", path: Path) -> "list[Result]":
-    """Of the same plan and the same source; a damaged file has none."""
+    """Of the same source and the same plan, but for the number of seeds; a damaged file has none."""
     from subquad.bench.recall import Result
     from subquad.bench.records import machine
 
     try:
         report = json.loads(path.read_text())
-        same = (
-            report["plan"] == json.loads(json.dumps(asdict(plan)))
-            and report["machine"]["commit"] == machine()["commit"]
-        )
+        wanted = json.loads(json.dumps(asdict(plan))) | {"seeds": report["plan"]["seeds"]}
+        same = report["plan"] == wanted and report["machine"]["commit"] == machine()["commit"]
         found = report["results"] if same else []
         return [Result(**{**r, "elsewhere": {int(n): far for n, far in r["elsewhere"].items()}}) for r in found]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

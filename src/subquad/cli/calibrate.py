@@ -38,8 +38,8 @@ def calibrate(
 
     checks.new_folder(out)
     sweep(out.parent)
-    checks.positive_count("--length", length)
-    checks.positive_count("--num", num)
+    checks.count("--length", length)
+    checks.count("--num", num)
     count = checks.feature_count(features)
     loaded = load_model(model)
     found = cut_sequences(loaded, sequences, length)[:num]

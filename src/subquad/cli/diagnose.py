@@ -39,8 +39,8 @@ def diagnose(
         prepare_output(output, (".png", ".svg"))
     if json is not None:
         prepare_json(json)
-    checks.positive_count("--length", length)
-    checks.positive_count("--num", num)
+    checks.count("--length", length)
+    checks.count("--num", num)
     loaded, found = load_with_sequences(model, sequences, length)
     options = {"num_features": features, "near": near, "sinks": sinks, "estimator": estimator}
     result = subquad.diagnose(loaded, batched(found[:num]), rows=rows, tolerance=tolerance, **options)

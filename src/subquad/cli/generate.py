@@ -42,7 +42,7 @@ def generate(
     from subquad.cli.common import load_model, say
 
     checks.sampling(temperature, top_k, top_p)
-    checks.positive_count("--num", num)
+    checks.count("--num", num)
     checks.generate_seed(seed)
     loaded = load_model(model)
     checks.causal_model(model, bool(loaded.model.config.causal))

@@ -28,7 +28,7 @@ def score(
 
     if output is not None:
         prepare_output(output, (".csv",))
-    checks.positive_count("--passes", passes or 8 if passes != 0 else 0)
+    checks.count("--passes", passes or 8 if passes != 0 else 0)
     loaded = load_model(model)
     checks.only_for_masked(exact, passes, bool(loaded.model.config.causal))
     named = read_sequences(loaded, sequences)

@@ -27,8 +27,8 @@ def spectrum(
     from subquad.cli.common import load_with_sequences, prepare_output, progress_bar, say
 
     prepare_output(output, (".png", ".svg"))
-    checks.positive_count("--length", length)
-    checks.positive_count("--num", num)
+    checks.count("--length", length)
+    checks.count("--num", num)
     loaded, found = load_with_sequences(model, sequences, length)
     chosen = [ids for ids in found if len(ids) == length][:num]
     diagnostics.enough_tokens(len(chosen), len(found), length)

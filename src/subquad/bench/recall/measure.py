@@ -31,6 +31,7 @@ class Plan:
     learning_rate: float = 0.01
     tests: int = 64  # held-out sequences
     lengths: tuple[int, ...] = ()  # other lengths to measure at
+    redraw_every: int = 0  # steps between fresh random features; 0 never
     shape: Shape = field(default_factory=Shape)
 
     def make_task(self, length: int | None = None) -> Task:
@@ -77,6 +78,8 @@ def train(model: SubquadForCausalLM, plan: Plan, task: Task, seed: int, progress
     model.train()
     for step in range(plan.steps):
         begun = time.perf_counter()
+        if plan.redraw_every and step and step % plan.redraw_every == 0:
+            model.redraw(seed * plan.steps + step)
         for group in optimizer.param_groups:
             group["lr"] = plan.learning_rate * min(1, (step + 1) / WARMUP) * (1 - step / plan.steps)
         loss = _loss(model, task.batch(plan.batch, seed=seed * plan.steps + step))
