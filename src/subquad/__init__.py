@@ -25,6 +25,7 @@ from subquad.mechanisms.window import WindowAttention
 
 if TYPE_CHECKING:
     from subquad.calibration import calibrate
+    from subquad.conversion import load
     from subquad.diagnostics import diagnose
 
 __version__ = version("subquad")
@@ -51,6 +52,7 @@ __all__ = [
     "errors",
     "features",
     "functional",
+    "load",
     "reorder_state",
     "state_bytes",
 ]
@@ -66,4 +68,8 @@ def __getattr__(name: str) -> Any:
         from subquad.diagnostics import diagnose
 
         return diagnose
+    if name == "load":
+        from subquad.conversion import load
+
+        return load
     raise AttributeError(f"module 'subquad' has no attribute {name!r}")

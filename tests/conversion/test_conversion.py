@@ -11,52 +11,19 @@ from torch import Tensor, nn
 from transformers import (
     BartConfig,
     BartModel,
-    BertConfig,
-    BertForMaskedLM,
     CLIPTextConfig,
     CLIPTextModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
+    T5Config,
+    T5Model,
 )
 
 import subquad
 from subquad import errors
 from subquad.conversion import swap_attention
 from subquad.conversion.swap import module_scale, scaling
+from tiny_heads import FAMILIES, SIZES, bert, gpt2, llama
 from tiny_models import random_ids
-
-SIZES: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 23}
-
-
-def bert(**options: Any) -> Any:
-    torch.manual_seed(0)
-    return BertForMaskedLM(BertConfig(**SIZES, intermediate_size=16, initializer_range=0.5, **options)).double().eval()
-
-
-def llama(**options: Any) -> Any:
-    torch.manual_seed(0)
-    sizes = {**SIZES, "intermediate_size": 16, "num_key_value_heads": 2, "initializer_range": 0.5}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **options)).double().eval()
-
-
-def gpt2(**options: Any) -> Any:
-    torch.manual_seed(0)
-    sizes = {"n_embd": 16, "n_head": 4, "n_layer": 2, "vocab_size": 23, "n_positions": 64, "initializer_range": 0.5}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **options)).double().eval()
-
-
-def opt(**options: Any) -> Any:
-    """Scales its queries itself, and asks for no scale."""
-    torch.manual_seed(0)
-    sizes = {**SIZES, "ffn_dim": 16, "word_embed_proj_dim": 16, "max_position_embeddings": 64, "init_std": 0.5}
-    return OPTForCausalLM(OPTConfig(**sizes, **options)).double().eval()
-
-
-FAMILIES = {"bert": bert, "llama": llama, "gpt2": gpt2, "opt": opt}
 
 
 def padded(left: bool) -> dict[str, Tensor]:
@@ -135,6 +102,17 @@ def test_a_swapped_model_is_calibrated() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+def test_positions_of_padding_may_be_any(left: bool) -> None:
+    """generate() gives padding the position 1, or whatever comes."""
+    batch, model = padded(left), swap_attention(llama(), "favor", near=8)
+    real = batch["attention_mask"].bool()
+    positions = (batch["attention_mask"].cumsum(1) - 1).masked_fill(~real, 1)
+    placed = model(**batch, position_ids=positions, use_cache=False).logits[real]
+    torch.testing.assert_close(placed, llama()(**batch, position_ids=positions).logits[real])
+
+
+@torch.no_grad()
 def test_generating_without_a_cache() -> None:
     ids = random_ids(1, 5)
     options = {"max_new_tokens": 4, "do_sample": False, "use_cache": False, "pad_token_id": 0}
@@ -151,7 +129,21 @@ def crossed() -> Any:
     return bert(is_decoder=True, add_cross_attention=True)
 
 
-MISTAKES = {
+def named_only() -> Any:
+    swap_attention(llama(), "favor")  # transformers knows the name from now on
+    model = llama()
+    model.set_attn_implementation("subquad")
+    return model
+
+
+def without_head_dim() -> Any:
+    model = llama()
+    for layer in model.model.layers:
+        del layer.self_attn.head_dim
+    return model
+
+
+MISTAKES: dict[str, Any] = {
     "no model": (
         lambda: swap_attention(nn.Linear(2, 2), "favor"),
         errors.ConfigError,
@@ -178,7 +170,53 @@ MISTAKES = {
     "cache": (
         lambda: swap_attention(llama(), "favor").generate(random_ids(1, 5), max_new_tokens=3, pad_token_id=0),
         errors.ConfigError,
-        "LlamaAttention: got 1 queries and 6 keys; give whole sequences, without a cache",
+        "LlamaAttention: got 1 queries and 6 keys; give whole sequences, without a cache (use_cache=False, also of "
+        "generate and pipeline)",
+    ),
+    "packed sequences": (
+        lambda: swap_attention(llama(), "favor")(random_ids(2, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]])),
+        errors.ConfigError,
+        "LlamaAttention: position_ids go from 2 to 0 within row 0: sequences packed into one row would attend to each "
+        "other; give each sequence a row of its own",
+    ),
+    "the name of the implementation alone": (
+        lambda: named_only()(random_ids(1, 5)),
+        errors.ConfigError,
+        "LlamaAttention: has no mechanism of subquad; attn_implementation='subquad' alone gives it none, call "
+        "swap_attention(model, ...), or subquad.load(folder) for a model that was saved with one",
+    ),
+    "a bias by distance": (
+        lambda: swap_attention(T5Model(T5Config(vocab_size=20, d_model=16, d_kv=4, num_heads=4, num_layers=1))),
+        errors.ConfigError,
+        "swap_attention: encoder.block.0.layer.0.SelfAttention adds a bias by distance to its logits, which no "
+        "mechanism can",
+    ),
+    "heads of unknown width": (
+        lambda: swap_attention(without_head_dim()),
+        errors.ConfigError,
+        "swap_attention: model.layers.0.self_attn (LlamaAttention) has neither head_dim nor attention_head_size; only "
+        "models that say how wide their heads are can have their attention replaced",
+    ),
+    "too few layers": (
+        lambda: swap_attention(llama(), ["favor"]),
+        errors.ConfigError,
+        "swap_attention: attention must be a list with a str for each of 2 layers, got ['favor']",
+    ),
+    "options that are no list": (
+        lambda: swap_attention(llama(), layer_options={"near": 4}),  # type: ignore[arg-type]
+        errors.ConfigError,
+        "swap_attention: layer_options must be a list with a dict for each of 2 layers, got {'near': 4}",
+    ),
+    "options twice": (
+        lambda: swap_attention(llama(), near=4, layer_options=[{}, {}]),
+        errors.ConfigError,
+        "swap_attention: got options for all layers (near) and layer_options",
+    ),
+    "options of one for others": (
+        lambda: swap_attention(llama(), ["favor", "softmax"], near=4),
+        errors.ConfigError,
+        "swap_attention: layers with different mechanisms need layer_options, a dict for each layer; got {'near': 4} "
+        "for all",
     ),
     "dropout": (
         lambda: swap_attention(bert(), "favor").train()(random_ids(1, 5)),
@@ -275,8 +313,7 @@ def test_models_from_gguf_can_be_saved(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "before")
     swap_attention(model, "favor", num_features=8, near=4)
     model.save_pretrained(tmp_path / "after")
-    again: Any = LlamaForCausalLM.from_pretrained(tmp_path / "after")
-    swap_attention(again, "favor", num_features=8, near=4)
+    again = subquad.load(tmp_path / "after")
     ids = random_ids(1, 12)
     assert torch.equal(again(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 

@@ -3,6 +3,35 @@
 from mutant import Mutant
 
 CONVERSION = (
+    # conversion/saved.py
+    Mutant(
+        "a swapped model is saved as the exact one",
+        "conversion/saved.py",
+        "        config.__class__ = _swapped(type(config))\n",
+        "        pass\n",
+        "tests/conversion/test_saved.py -k 'comes_back_as_itself and llama'",
+    ),
+    Mutant(
+        "transformers finds its own model_type in a converted folder",
+        "conversion/saved.py",
+        'base_type = base.pop("model_type")',
+        'base_type = base["model_type"]',
+        "tests/conversion/test_saved.py -k 'refuses_the_folder and llama'",
+    ),
+    Mutant(
+        "a loaded model forgets the options of its layers",
+        "conversion/saved.py",
+        "swap_attention(self, config.attention, layer_options=config.attention_options)",
+        "swap_attention(self, config.attention)",
+        "tests/conversion/test_saved.py -k 'comes_back_as_itself and llama'",
+    ),
+    Mutant(
+        "padding looks like another sequence in the row",
+        "checks/models.py",
+        "again = (positions[:, 1:] <= positions[:, :-1]) & real",
+        "again = positions[:, 1:] <= positions[:, :-1]",
+        "tests/conversion/test_conversion.py -k 'positions_of_padding'",
+    ),
     # conversion/swap.py
     Mutant(
         "queries scaled twice",

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from subquad.checks import shape_of
@@ -100,6 +101,26 @@ def model_mask(mask: Tensor | None, x: Tensor, past: int) -> Tensor | None:
         raise MaskError("subquad model: attention_mask must hold 1 for real tokens and 0 for padding")
     mask = mask[:, -new:].bool()
     return None if bool(mask.all()) else mask
+
+
+def one_sequence_a_row(name: str, positions: Tensor, mask: Tensor | None) -> None:
+    """Positions of real tokens that do not grow are those of several sequences in one row. mask `[B, T]` or None."""
+    if positions.dim() != 2 or positions.shape[1] < 2:
+        return
+    if mask is not None and mask.dim() == 2:  # padding has any position: leave it behind the real tokens
+        real = mask[:, -positions.shape[1] :].bool()
+        order = (~real).to(torch.int8).argsort(dim=1, stable=True)
+        positions = positions.expand(len(real), -1).gather(1, order)
+        real = real.gather(1, order)[:, 1:]
+        again = (positions[:, 1:] <= positions[:, :-1]) & real
+    else:
+        again = positions[:, 1:] <= positions[:, :-1]
+    if bool(again.any()):
+        row, place = again.nonzero()[0].tolist()
+        raise ConfigError(
+            f"{name}: position_ids go from {int(positions[row, place])} to {int(positions[row, place + 1])} within row "
+            f"{row}: sequences packed into one row would attend to each other; give each sequence a row of its own"
+        )
 
 
 def learned_positions(positions: Tensor, known: int) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from subquad.checks.models import one_sequence_a_row
 from subquad.errors import ConfigError, DtypeError
 
 
@@ -41,8 +42,8 @@ def something_recorded(op: str, model: Any, layers: int) -> None:
         )
 
 
-def whole_attention(name: str, q: Tensor, k: Tensor, options: Mapping[str, Any]) -> None:
-    """Attention that exact softmax over all keys reproduces; options: of transformers' attention functions."""
+def whole_attention(name: str, q: Tensor, k: Tensor, mask: Tensor | None, options: Mapping[str, Any]) -> None:
+    """Attention that exact softmax over all real keys reproduces; options: of transformers' attention functions."""
     for option in ("softcap", "s_aux", "position_bias"):
         if options.get(option) is not None:
             raise ConfigError(f"{name}: attends with {option}, which is more than a softmax of q.k")
@@ -53,5 +54,8 @@ def whole_attention(name: str, q: Tensor, k: Tensor, options: Mapping[str, Any])
         )
     if q.shape[2] != k.shape[2]:
         raise ConfigError(
-            f"{name}: got {q.shape[2]} queries and {k.shape[2]} keys; give whole sequences, without a cache"
+            f"{name}: got {q.shape[2]} queries and {k.shape[2]} keys; give whole sequences, without a cache "
+            "(use_cache=False, also of generate and pipeline)"
         )
+    if (positions := options.get("position_ids")) is not None:
+        one_sequence_a_row(name, positions, mask)

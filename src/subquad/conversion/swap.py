@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,19 +20,28 @@ CHILD = "subquad_attention"  # our name in an attention module
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def swap_attention(model: Model, attention: str = "favor", **options: Any) -> Model:
+def swap_attention(
+    model: Model,
+    attention: str | Sequence[str] = "favor",
+    *,
+    layer_options: Sequence[dict[str, Any]] | None = None,
+    **options: Any,
+) -> Model:
     """Replaces the attention of every layer, in place; all weights of the model stay as they are.
 
     Each attention module gets a child `subquad_attention`, the mechanism, with features of their own in each key head;
     it is in the state dict, and `subquad.calibrate` fits it. Swapping again replaces it. Whole sequences only: a cache
-    of keys and values raises, so generate with `use_cache=False`.
+    of keys and values raises, so generate with `use_cache=False`. `save_pretrained` writes what the layers are, too:
+    `subquad.load` brings the model back, and plain transformers refuses the folder.
 
     A model loaded from GGUF can be saved afterwards, with its weights as floats, if transformers has unpacked them;
     if they stay packed (which takes its GGUF kernels), load it with `GgufConfig(dequantize=True)` first.
 
     Args:
         model: any model of transformers whose attention goes through its attention interface (BERT, GPT-2, Llama, ...).
-        attention: name of the mechanism; `options` are its own.
+        attention: name of the mechanism, or of one for each layer.
+        options: of the mechanism, for all layers.
+        layer_options: of each layer's mechanism, where layers differ.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -42,16 +52,20 @@ def swap_attention(model: Model, attention: str = "favor", **options: Any) -> Mo
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    made = mechanism_class(attention)
+    from subquad.conversion.saved import remember
+
     found = attention_modules(model)
     checks.something_to_swap(model, len(found))
+    names, given = checks.of_each_layer(attention, options, layer_options, len(found))
     mechanisms = []
     for layer, (name, module) in enumerate(found):
+        made = mechanism_class(names[layer])
         checks.self_attention_module(name, module)
+        checks.tells_its_heads(name, module)
         head_dim, key_heads = head_sizes(module)
         scale = {} if made.name == "linear" else scaling(module, head_dim)
-        own = {option: x for option, x in scale.items() if option in inspect.signature(made).parameters} | options
-        mechanisms.append(layer_mechanism(attention, own, head_dim=head_dim, key_heads=key_heads, layer=layer))
+        own = {option: x for option, x in scale.items() if option in inspect.signature(made).parameters} | given[layer]
+        mechanisms.append(layer_mechanism(names[layer], own, head_dim=head_dim, key_heads=key_heads, layer=layer))
     for (_, module), mechanism in zip(found, mechanisms, strict=True):
         setattr(module, CHILD, mechanism.to(_device(module, model)).train(module.training))
     AttentionInterface.register(IMPLEMENTATION, _attend)
@@ -59,6 +73,7 @@ def swap_attention(model: Model, attention: str = "favor", **options: Any) -> Mo
     model.set_attn_implementation(IMPLEMENTATION)  # pyright: ignore[reportCallIssue]
     checks.goes_through_us(model, IMPLEMENTATION)
     _forget_gguf(model)
+    remember(model, names, given)
     return model
 
 
@@ -114,12 +129,12 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """q `[B, H, T, D]`, k, v `[B, K, T, D]`, mask `[B, T]`; the output `[B, T, H, D]`, and no weights."""
     name = type(module).__name__
-    whole_attention(name, q, k, options)
+    whole_attention(name, q, k, mask, options)
     checks.no_dropout(name, dropout)
     checks.padding_mask(name, mask)
     asked = q.shape[-1] ** -0.5 if scaling is None else scaling
     if (usual := module_scale(module, q.shape[-1])) != asked:  # some models scale their queries before
         q = q * (asked / usual)
-    mechanism = getattr(module, CHILD)
+    mechanism = checks.mechanism_there(name, getattr(module, CHILD, None))
     out = mechanism(q, k, v, causal=is_causal(module, options), key_mask=None if mask is None else mask.bool())
     return out.transpose(1, 2), None

@@ -128,6 +128,8 @@ class SubquadModel(SubquadPreTrainedModel):
         self, x: Tensor, key_mask: Tensor | None, given: Tensor | None, cache: SubquadCache | None
     ) -> Tensor:
         """`[B or 1, T]`: positions among the real tokens, so that padding moves no token."""
+        if given is not None:
+            checks.one_sequence_a_row("subquad model", given, key_mask)
         if cache is not None:
             counted = cache.advance(x.shape[0], x.shape[1], key_mask, x.device)
             return counted if given is None else given

@@ -61,7 +61,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """q `[B, H, T, D]`, k, v `[B, K, T, D]`, mask `[B, T]`; the output `[B, T, H, D]`, and no weights."""
     names, layers, wanted, observe = _recorder.get()
-    checks.whole_attention(names[module], q, k, options)
+    checks.whole_attention(names[module], q, k, mask, options)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     call = Call(q, k, v, is_causal(module, options), None if mask is None else mask.bool(), scale)
     output = call.exact()
