@@ -7,6 +7,7 @@ import torch
 from subquad import FavorAttention, LinearAttention, Mechanism
 from subquad.kernels import problem
 from subquad.kernels.cpu import library
+from subquad.nn import ShortConvolution
 from subquad.testing import make_inputs
 from subquad.testing.inputs import gradients, make_mask
 
@@ -14,6 +15,8 @@ MECHANISMS: tuple[Mechanism, ...] = (
     FavorAttention(7, 37, near=8, sinks=2, backend="cpu"),
     FavorAttention(7, 37, near=5, sinks=9, num_heads=2, kernel="gaussian", backend="cpu"),
     FavorAttention(17, 33, near=100, sinks=0, backend="cpu"),
+    FavorAttention(7, 37, near=5, sinks=2, reach=3, backend="cpu"),
+    FavorAttention(7, 37, near=8, sinks=2, reach=2, far=False, backend="cpu"),
     FavorAttention(7, 37, near=0, sinks=0, backend="cpu"),
     FavorAttention(7, 37, near=0, sinks=3, backend="cpu"),
     LinearAttention(33, backend="cpu"),
@@ -40,6 +43,11 @@ def run_long(mechanism: Mechanism, causal: bool, batch: int) -> None:
     gradients(mechanism(*inputs, causal=causal), inputs)
 
 
+def run_convolution(length: int, channels: int, causal: bool) -> None:
+    layer, x = ShortConvolution(channels, 4), torch.randn(3, length, channels, requires_grad=True)
+    torch.autograd.grad(layer(x, causal=causal).square().sum(), [x, layer.weight])
+
+
 def main() -> None:
     assert library.AVAILABLE, library.PROBLEM
     problem.LOW_FROM = 1000
@@ -53,6 +61,8 @@ def main() -> None:
             run(mechanism, 70, True, torch.float32, 30.0)
         for mechanism, causal, batch in itertools.product(MECHANISMS, (False, True), (1, 3)):
             run_long(mechanism, causal, batch)
+        for length, channels, causal in itertools.product((1, 2, 513, 1025), (1, 7, 16, 40), (False, True)):
+            run_convolution(length, channels, causal)
     print("all cases done")
 
 

@@ -12,8 +12,7 @@ FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fn
 
 def sanitized_environment(folder: Path) -> dict[str, str]:
     """Builds the engine in `folder`."""
-    for source in library.FOLDER.glob("*.[hc]pp"):
-        shutil.copy(source, folder)
+    shutil.copytree(library.FOLDER / build.SOURCES, folder / build.SOURCES)
     command = build.compiler()
     assert command is not None
     engine = build.compile_engine(folder, "generic", command, FLAGS)

@@ -245,6 +245,28 @@ KERNELS_CPU = (
         "const bool mostly_far = true;",
         "tests/kernels/test_long_sequences.py -k 'hardly_see and cpu'",
     ),
+    # kernels/cpu/src/convolution.hpp
+    Mutant(
+        "a native convolution reads beyond the last token",
+        "kernels/cpu/src/convolution.hpp",
+        "if (there < 0 || there >= c.length) continue;\n        sum +=",
+        "if (there < 0) continue;\n        sum +=",
+        "tests/nn/test_short_convolution.py -k 'both_engines'",
+    ),
+    Mutant(
+        "a native convolution's gradient looks the wrong way",
+        "kernels/cpu/src/convolution.hpp",
+        "c.grad ? -1 : 1",
+        "1",
+        "tests/nn/test_short_convolution.py -k 'both_engines'",
+    ),
+    Mutant(
+        "parts of the taps' gradients fall on each other",
+        "kernels/cpu/src/convolution.hpp",
+        "c.dtaps + task * c.width * c.channels",
+        "c.dtaps + task % parts * c.width * c.channels",
+        "tests/nn/test_short_convolution.py -k 'both_engines'",
+    ),
     # kernels/cpu/src/exact.hpp
     Mutant(
         "a near block sees the next token",

@@ -74,8 +74,8 @@ NN = (
     Mutant(
         "a short convolution takes padding for a neighbour",
         "nn/short_convolution.py",
-        "if key_mask is None:\n            return self._convolve(x, causal)\n",
-        "if True:\n            return self._convolve(x, causal)\n",
+        "        if key_mask is None:\n            return tuple(",
+        "        if True:\n            return tuple(",
         "tests/nn/test_short_convolution.py -k 'padding_is_no_neighbour'",
     ),
     Mutant(
@@ -87,14 +87,14 @@ NN = (
     ),
     Mutant(
         "a bidirectional convolution looks back only",
-        "nn/short_convolution.py",
+        "kernels/convolution.py",
         "-i if causal else",
         "-i if True else",
         "tests/nn/test_short_convolution.py -k 'is_its_definition or looks_further_back'",
     ),
     Mutant(
         "gradients of taps come from one tile",
-        "nn/short_convolution.py",
+        "kernels/convolution.py",
         "dtaps[i] += ",
         "dtaps[i] = ",
         "tests/nn/test_short_convolution.py -k 'is_its_definition'",

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from subquad import errors, reorder_state, state_bytes
+from subquad.kernels import convolution as convolution_kernel
+from subquad.kernels.cpu import gate, library
 from subquad.models import SubquadConfig
-from subquad.nn import Context, LayerState, SelfAttention, ShortConvolution, short_convolution
+from subquad.nn import Context, LayerState, SelfAttention, ShortConvolution
 from subquad.testing import assert_close
 from tiny_models import make, random_ids
 
@@ -43,7 +45,7 @@ def defined(layer: ShortConvolution, x: Tensor, causal: bool) -> Tensor:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("length", [1, 2, 3, 17])
 def test_it_is_its_definition(width: int, length: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(short_convolution, "TILE", 2 * 3 * 4)  # tiles of four tokens
+    monkeypatch.setattr(convolution_kernel, "TILE", 2 * 3 * 4)  # tiles of four tokens
     layer, x, weights = convolution(3, width), numbers(2, length, 3), numbers(2, length, 3).detach()
     found = [layer(x, causal=causal), defined(layer, x, causal)]
     assert_close(found[0], found[1], 1e-14)
@@ -236,6 +238,14 @@ def test_saved_models_come_back(tmp_path: Any) -> None:
         ),
         (lambda: make(short_conv=2.5), "SubquadConfig: short_conv must be a whole number of at least 0, got 2.5"),
         (
+            lambda: ShortConvolution(8, 4)(torch.randn(2, 8), causal=True),
+            "short convolution: x must be [batch, length, 8], got [2, 8]",
+        ),
+        (
+            lambda: ShortConvolution(8, 4).extend(torch.randn(1, 2, 7), None),
+            "short convolution: x must be [batch, length, 8], got [1, 2, 7]",
+        ),
+        (
             lambda: ShortConvolution(8, 4).extend(torch.randn(1, 2, 8), torch.randn(1, 2, 8)),
             "short convolution: the state must hold the last inputs [1, 3, 8], got [1, 2, 8]",
         ),
@@ -274,3 +284,93 @@ def test_a_layer_state_is_reordered_whole() -> None:
     for a, b in zip(picked.attention, other.attention, strict=True):
         assert_close(a.double(), b.double(), 1e-12)
     assert state_bytes(picked) == picked.recent.nbytes + state_bytes(picked.attention)
+
+
+# The C++ engine and torch ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["torch", "cpu"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The one that convolves."""
+    if request.param == "cpu" and not library.AVAILABLE:
+        pytest.skip(library.PROBLEM)
+    if request.param == "torch":
+        monkeypatch.setattr(library, "AVAILABLE", False)
+    return request.param
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 5), (2, 513, 33), (1, 1300, 64)], ids=str)
+@pytest.mark.parametrize("width", [1, 3, 4])
+def test_both_engines_are_the_definition(width: int, shape: tuple[int, ...], causal: bool, engine: str) -> None:
+    layer = convolution(shape[2], width)
+    x, weights = numbers(*shape), numbers(*shape).detach().roll(1, 1)
+    want = [layer(x, causal=causal)]
+    want += torch.autograd.grad((want[0] * weights).sum(), [x, layer.weight])
+    layer = layer.float()
+    given = x.detach().float().requires_grad_()
+    out = layer(given, causal=causal)
+    got = [out, *torch.autograd.grad((out * weights.float()).sum(), [given, layer.weight])]
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype is torch.float32
+        assert_close(a.double(), b, 1e-5)
+
+
+@pytest.mark.parametrize("wants", ["x", "weight"])
+def test_gradients_of_one_alone(wants: str, engine: str) -> None:
+    layer, x = convolution(3, 4).float(), numbers(2, 700, 3).detach().float().requires_grad_()
+    both = torch.autograd.grad(layer(x, causal=True).square().sum(), [x, layer.weight])
+    x.requires_grad_(wants == "x")
+    layer.weight.requires_grad_(wants == "weight")
+    (alone,) = torch.autograd.grad(layer(x, causal=True).square().sum(), [x if wants == "x" else layer.weight])
+    assert torch.equal(alone, both[wants == "weight"])
+
+
+def test_strided_inputs_and_gradients(engine: str) -> None:
+    layer, found = convolution(3, 4).float(), []
+    for strided in (False, True):
+        x = numbers(3, 50, 2).detach().float().transpose(0, 2)  # [2, 50, 3], the channels farthest apart
+        x = (x if strided else x.contiguous()).requires_grad_()
+        out = layer(x, causal=True)
+        found.append([out, *torch.autograd.grad(out.sum(), [x, layer.weight])])  # the gradient of a sum is one number
+    for a, b in zip(*found, strict=True):
+        assert_close(a, b, 1e-6)
+
+
+def test_threads_change_no_bit() -> None:
+    layer, x, found = convolution(40, 4).float(), numbers(2, 3000, 40).detach().float().requires_grad_(), []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            out = layer(x, causal=False)
+            found.append([out, *torch.autograd.grad(out.square().sum(), [x, layer.weight])])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.skipif(not library.AVAILABLE, reason="there is no C++ engine")
+def test_the_gate_lets_nothing_else_through() -> None:
+    plan, x, taps = gate.convolution_plan(2, 5, 3, 4, True), torch.zeros(2, 5, 3), torch.zeros(4, 3)
+    wrong = {
+        "dtype": {"x": x.double()},
+        "shape": {"x": x[:, :4]},
+        "strides": {"x": torch.zeros(2, 3, 5).mT},
+        "taps": {"taps": taps.T.contiguous()},
+        "nothing to read": {"x": None},
+        "no gradient": {"dtaps": torch.zeros(2, 4, 3)},
+        "a gradient of another shape": {"grad": torch.zeros(2, 5, 4)},
+    }
+    for what, tensors in wrong.items():
+        with pytest.raises(errors.SubquadError):
+            pytest.fail(f"{what}: {plan.problem(1, **{'x': x, 'taps': taps, **tensors})}")
+    for numbers_ in ((0, 5, 3, 4), (2, 0, 3, 4), (2, 5, 0, 4), (2, 5, 3, 0), (2, 2**41, 3, 4)):
+        with pytest.raises(errors.SubquadError):
+            gate.convolution_plan(*numbers_, True)
+
+
+def test_nothing_to_convolve() -> None:
+    layer = convolution(3, 4).float()
+    assert layer(torch.zeros(0, 5, 3), causal=True).shape == (0, 5, 3)
+    assert layer(torch.zeros(2, 0, 3), causal=True).shape == (2, 0, 3)

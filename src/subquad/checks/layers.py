@@ -39,6 +39,11 @@ def qk_norm(value: Any, shared_qk: bool) -> None:
         raise ConfigError("attention layer: with shared_qk=True keys are normalised already; leave qk_norm out")
 
 
+def convolved(x: Tensor, channels: int) -> None:
+    if x.dim() != 3 or x.shape[2] != channels:
+        raise ShapeError(f"short convolution: x must be [batch, length, {channels}], got {shape_of(x)}")
+
+
 def recent_tokens(recent: Any, x: Tensor, width: int) -> None:
     """What a short convolution remembers of the tokens before x `[B, T, channels]`."""
     wanted = (x.shape[0], width - 1, x.shape[2])

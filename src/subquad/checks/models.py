@@ -138,13 +138,13 @@ def sequences(given: Sequence[Tensor]) -> None:
             raise ShapeError(f"sequence {number}: must be a vector of at least one token id, got {shape_of(ids)}")
 
 
-def cache(given: Any, kind: type, causal: bool, mechanisms: Sequence[Any]) -> None:
+def cache(given: Any, kind: type, causal: bool, layers: int) -> None:
     if not causal:
         raise ConfigError("subquad model: only a causal model can continue a sequence; use_cache needs causal=True")
     if given is not None and not isinstance(given, kind):
         raise DtypeError(f"subquad model: past_key_values must be a {kind.__name__}, got {type(given).__name__}")
-    if given is not None and len(given.layers) != len(mechanisms):
-        raise ShapeError(f"subquad model: the cache has {len(given.layers)} layers, the model {len(mechanisms)}")
+    if given is not None and len(given.layers) != layers:
+        raise ShapeError(f"subquad model: the cache has {len(given.layers)} layers, the model {layers}")
 
 
 # Errors to raise ------------------------------------------------------------------------------------------------------

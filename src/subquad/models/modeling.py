@@ -121,7 +121,7 @@ class SubquadModel(SubquadPreTrainedModel):
     def _cache(self, given: SubquadCache | None, use_cache: bool | None) -> SubquadCache | None:
         if given is None and not use_cache:
             return None
-        checks.cache(given, SubquadCache, bool(self.config.causal), self.mechanisms())
+        checks.cache(given, SubquadCache, bool(self.config.causal), len(self.layers))
         return SubquadCache(self.config.num_hidden_layers) if given is None else given
 
     def _positions(

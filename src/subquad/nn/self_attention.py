@@ -131,8 +131,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         qk = self._queries_and_keys(x)
         if self.short_conv is not None:
-            mixed = self.short_conv(torch.cat(qk, -1), causal=context.causal, key_mask=context.key_mask)
-            qk = mixed.split(self.channels, -1)
+            qk = self.short_conv.of_parts(qk, causal=context.causal, key_mask=context.key_mask)
         q, k, v = self._heads(qk, self.v_proj(x), context)
         return self._merge(self.mechanism(q, k, v, causal=context.causal, key_mask=context.key_mask))
 

@@ -6,20 +6,18 @@ predecessor. Layers can learn that from positions, but slowly.
 Letters: B batch, T tokens, E channels, W taps.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from subquad import checks
-from subquad.checks.layers import recent_tokens
+from subquad.checks.layers import convolved, recent_tokens
+from subquad.kernels.convolution import convolve
 from subquad.mechanism import real_index
 from subquad.mechanisms.packing import pack, slots_of, unpack
 
 RATE = 8.0  # taps per unit of `weight`, see ShortConvolution; a power of two, so that the identity is exact
-TILE = 1 << 16  # numbers done at once: every tap finds its tile in the cache
 
 
 class ShortConvolution(nn.Module):
@@ -54,22 +52,33 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x: Tensor, *, causal: bool, key_mask: Tensor | None = None) -> Tensor:
         """key_mask bool `[B, T]`, True where a token is real."""
+        convolved(x, self.weight.shape[0])
+        return self.of_parts((x,), causal=causal, key_mask=key_mask)[0]
+
+    def of_parts(self, parts: Sequence[Tensor], *, causal: bool, key_mask: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The same of the channels in parts `[B, T, some channels]`, without a copy that has them side by side."""
+        taps = self._taps(parts[0]).split([part.shape[-1] for part in parts], -1)
         if key_mask is None:
-            return self._convolve(x, causal)
-        x, slots = _real_tokens_first(x, key_mask)
-        return unpack(self._convolve(x, causal)[:, None], slots)[:, 0]
+            return tuple(convolve(x, own, causal=causal) for x, own in zip(parts, taps, strict=True))
+        slots = slots_of(real_index(key_mask, parts[0][:, None]), key_mask, key_mask.shape[1])
+        packed = (pack(x[:, None], slots, x.shape[1])[:, 0] for x in parts)
+        mixed = (convolve(x, own, causal=causal) for x, own in zip(packed, taps, strict=True))
+        return tuple(unpack(x[:, None], slots)[:, 0] for x in mixed)
 
     def extend(self, x: Tensor, recent: Tensor | None, *, key_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Causal, for the next tokens of a sequence: the output, and what it must know of its past then.
 
         recent: the last `width - 1` real inputs `[B, width - 1, channels]`, zeros before the first; None at the start.
         """
+        convolved(x, self.weight.shape[0])
         batch, length, channels = x.shape
         if recent is None:
             recent = x.new_zeros(batch, self.width - 1, channels)
         recent_tokens(recent, x, self.width)
         if key_mask is None:
             past = torch.cat([recent, x], 1)
+            if length == 1:  # the taps of one token, in as few operations as may be
+                return (past * self._taps(x).flip(0)).sum(1, keepdim=True), past[:, 1:]
             return self._convolve(past, True)[:, self.width - 1 :], past[:, length:]
         x, slots = _real_tokens_first(x, key_mask)
         past = torch.cat([recent, x], 1)
@@ -77,76 +86,15 @@ class ShortConvolution(nn.Module):
         last = key_mask.sum(-1)[:, None] + torch.arange(self.width - 1, device=x.device)
         return out, past.gather(1, last[..., None].expand(-1, -1, channels))
 
+    def _taps(self, x: Tensor) -> Tensor:
+        """`[width, channels]`, that of the token itself first."""
+        return RATE * self.weight[:, 0].mT.to(x.dtype)
+
     def _convolve(self, x: Tensor, causal: bool) -> Tensor:
-        return _Convolution.apply(x, RATE * self.weight[:, 0].to(x.dtype), offsets(self.width, causal=causal))
-
-
-def offsets(width: int, *, causal: bool) -> tuple[int, ...]:
-    """Of each tap.
-
-    Example:
-        >>> offsets(4, causal=True), offsets(4, causal=False)
-        ((0, -1, -2, -3), (0, -1, 1, -2))
-    """
-    return tuple(-i if causal else -(i + 1) // 2 if i % 2 else i // 2 for i in range(width))
+        return convolve(x, self._taps(x), causal=causal)
 
 
 def _real_tokens_first(x: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor]:
     """x `[B, T, E]` with the real tokens side by side, zeros after them; and the slots of the tokens."""
     slots = slots_of(real_index(key_mask, x[:, None]), key_mask, x.shape[1])
     return pack(x[:, None], slots, x.shape[1])[:, 0], slots
-
-
-class _Convolution(torch.autograd.Function):
-    """Written out, because torch's depthwise convolution is up to five times slower on CPUs in this layout."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, taps: Tensor, offsets: Sequence[int]) -> Tensor:
-        """x `[B, T, E]`, taps `[E, W]`."""
-        ctx.save_for_backward(x, taps)
-        ctx.offsets = offsets
-        return _correlate(x, taps, offsets)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad_out,) = grad_outputs
-        x, taps = ctx.saved_tensors
-        dx = _correlate(grad_out, taps, [-offset for offset in ctx.offsets]) if ctx.needs_input_grad[0] else None
-        return dx, _tap_gradients(grad_out, x, ctx.offsets) if ctx.needs_input_grad[1] else None, None
-
-
-def _correlate(x: Tensor, taps: Tensor, offsets: Sequence[int]) -> Tensor:
-    """sum_i taps_i x_{t + offset_i}."""
-    columns = [column.contiguous() for column in taps.unbind(-1)]
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for first, last in _tiles(x):
-        torch.mul(x[:, first:last], columns[0], out=out[:, first:last])
-        for column, offset in zip(columns[1:], offsets[1:], strict=True):
-            here, there = _overlap(first, last, offset, x.shape[1])
-            out[:, here].addcmul_(x[:, there], column)
-    return out
-
-
-def _tap_gradients(grad_out: Tensor, x: Tensor, offsets: Sequence[int]) -> Tensor:
-    """`[E, W]`: sum_t grad_out_t x_{t + offset_i}; sums of tiles are added up in float32 or more."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    dtaps = x.new_zeros(len(offsets), x.shape[-1], dtype=dtype)
-    for first, last in _tiles(x):
-        for i, offset in enumerate(offsets):
-            here, there = _overlap(first, last, offset, x.shape[1])
-            dtaps[i] += (grad_out[:, here] * x[:, there]).sum((0, 1), dtype=dtype)
-    return dtaps.mT.to(x.dtype)
-
-
-def _tiles(x: Tensor) -> Iterator[tuple[int, int]]:
-    """Ranges of tokens."""
-    size = max(1, TILE // (x.shape[0] * x.shape[2]))
-    return ((first, min(first + size, x.shape[1])) for first in range(0, x.shape[1], size))
-
-
-def _overlap(first: int, last: int, offset: int, length: int) -> tuple[slice, slice]:
-    """Tokens of a range that have a neighbour at this offset, and those neighbours."""
-    first, last = max(first, -offset), min(last, length - offset)
-    last = max(first, last)
-    return slice(first, last), slice(first + offset, last + offset)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from subquad.checks import dense_layout
 from subquad.checks import engine as checks
-from subquad.kernels.cpu.library import DTYPES, Array, Backward, Forward, Problem, Step
+from subquad.kernels.cpu.library import DTYPES, Array, Backward, Convolution, Forward, Problem, Step
 
 OP = "cpu engine"
 STRIDED = torch.strided
@@ -74,6 +74,11 @@ FIELDS: dict[type[Structure], dict[str, str]] = {
         **KEPT_FIELDS,
         **{f"new_{name}": declared for name, declared in KEPT_FIELDS.items()},
     },
+}
+
+CONVOLUTION = {
+    **{"x": "float B T E", "taps": "float W E", "grad": "float B T E"},
+    **{"out": "made B T E", "dtaps": "made parts W E"},
 }
 
 NEEDED: dict[type[Structure], tuple[str, ...]] = {
@@ -229,6 +234,41 @@ def _check_names(kind: type[Structure], given: list[str], needed: tuple[str, ...
             raise checks.missing(OP, other if one in given else one)
 
 
+class ConvolutionPlan:
+    """What the pointers of a convolution over tokens must be: x `[B, T, E]`, taps `[W, E]`."""
+
+    part = 512  # tokens of a task
+
+    def __init__(self, batch: int, length: int, channels: int, width: int, causal: bool) -> None:
+        self.numbers = {"width": width, "causal": int(causal), "batch": batch, "length": length, "channels": channels}
+        for name, number in self.numbers.items():
+            checks.number(OP, name, number, int(name != "causal"), 2**40 if name == "length" else COUNT)
+        parts = batch * -(-length // self.part)
+        sizes = {"B": batch, "T": length, "E": channels, "W": width, "parts": parts}
+        self._pointers = _declared_pointers(CONVOLUTION, sizes, torch.float32)
+
+    def new(self, name: str) -> Tensor:
+        return self._pointers[name].new()
+
+    def problem(self, threads: int, **tensors: Tensor | None) -> Convolution:
+        """All of `x` and `taps`, and `out`, or `grad` and what of `out` and `dtaps` is wanted."""
+        checks.number(OP, "threads", threads, 1, MOST_THREADS)
+        given = Convolution(threads=threads, part=self.part, **self.numbers)
+        for name in ("x", "taps", "grad" if tensors.get("dtaps") is not None else "x"):
+            if tensors.get(name) is None:
+                raise checks.missing(OP, name)
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                setattr(given, name, self._pointers[name].to(tensor))
+        given.tensors = tensors  # kept alive
+        return given
+
+
+@functools.lru_cache(maxsize=64)
+def convolution_plan(batch: int, length: int, channels: int, width: int, causal: bool) -> ConvolutionPlan:
+    return ConvolutionPlan(batch, length, channels, width, causal)
+
+
 @functools.lru_cache(maxsize=64)
 def plan(**numbers: int) -> Plan:
     return Plan(**numbers)
@@ -285,8 +325,13 @@ def _sizes(n: dict[str, int]) -> dict[str, int | None]:
 
 
 def _pointers(numbers: dict[str, int], fields: dict[str, str]) -> dict[str, _Pointer]:
-    sizes = _sizes(numbers)
     inputs = next(dtype for dtype, number in DTYPES.items() if number == numbers["dtype"])
+    return _declared_pointers(fields, _sizes(numbers), inputs)
+
+
+def _declared_pointers(
+    fields: dict[str, str], sizes: Mapping[str, int | None], inputs: torch.dtype
+) -> dict[str, _Pointer]:
     dtypes = {"rows": inputs, "kept": inputs, "float": torch.float32, "made": torch.float32}
     dtypes |= {"flag": torch.bool, "count": torch.int64, "low": torch.int8}
     pointers = {}

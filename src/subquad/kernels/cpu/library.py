@@ -60,11 +60,20 @@ class Step(Structure):
     _fields_ = _pointers("real", "length", *KEPT, *(f"new_{name}" for name in KEPT), "out")
 
 
+class Convolution(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("threads", "width", "causal", "part")),
+        *((name, c_int64) for name in ("batch", "length", "channels")),
+        *_pointers("x", "taps", "grad", "out", "dtaps"),
+    ]
+
+
 class Library(NamedTuple):
     machine: str
     forward: Any
     backward: Any
     step: Any
+    convolve: Any
 
 
 def wanted_machine() -> str:
@@ -102,13 +111,14 @@ def _bind(machine: str, loaded: Any) -> Library | str:
     if loaded.subquad_sources().decode() != fingerprint(FOLDER):
         return f"engine_{machine}.so was made from other sources: install subquad again"
     loaded.subquad_sizes.restype = c_int64
-    structures = (Problem, Forward, Backward, Step)
-    if [loaded.subquad_sizes(i) for i in range(4)] != [ctypes.sizeof(s) for s in structures]:
+    structures = (Problem, Forward, Backward, Step, Convolution)
+    if [loaded.subquad_sizes(i) for i in range(len(structures))] != [ctypes.sizeof(s) for s in structures]:
         return f"engine_{machine}.so has other structures than this file"
-    functions = (loaded.subquad_forward, loaded.subquad_backward, loaded.subquad_step)
+    functions = (loaded.subquad_forward, loaded.subquad_backward, loaded.subquad_step, loaded.subquad_convolve)
     for function, structure in zip(functions, structures[1:], strict=True):
         function.argtypes, function.restype = [POINTER(Problem), POINTER(structure)], c_int32
         function.errcheck = _raise_failure
+    loaded.subquad_convolve.argtypes = [POINTER(Convolution)]
     return Library(machine, *functions)
 
 

@@ -73,3 +73,14 @@ struct Step {
   Kept before, after;
   float* out;             // [B, H, Dv]
 };
+
+// A convolution over neighbouring tokens (convolution.hpp); all tensors are float32 and dense, E channels.
+struct Convolution {
+  int32_t threads, width, causal;
+  int32_t part;  // tokens of a task, whose part of the taps' gradients is one sum
+  int64_t batch, length, channels;
+  const float *x, *taps;  // [B, T, E], [width, E]
+  const float* grad;      // [B, T, E] of the output, or null: `out` is the output
+  float* out;             // [B, T, E] the output, or the gradient of x, or null
+  float* dtaps;           // [B, parts, width, E] parts of the taps' gradients, or null
+};

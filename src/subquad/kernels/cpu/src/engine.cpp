@@ -1,5 +1,6 @@
 // The whole engine for one kind of machine: compiled once for each, into a library of its own, so that not even the
 // standard library's templates are shared between code for different machines.
+#include "convolution.hpp"
 #include "step.hpp"
 #include "stretches.hpp"
 
@@ -31,7 +32,8 @@ static void backward(const Problem& p, const Backward& saved) {
 SUBQUAD_EXPORT const char* subquad_sources() { return SUBQUAD_SOURCES; }
 // Sizes of the structures, so that Python can refuse a library that is not its own.
 SUBQUAD_EXPORT int64_t subquad_sizes(int which) {
-  const int64_t sizes[] = {sizeof(Problem), sizeof(Forward), sizeof(Backward), sizeof(Step)};
+  const int64_t sizes[] = {sizeof(Problem), sizeof(Forward), sizeof(Backward), sizeof(Step),
+                           sizeof(Convolution)};
   return sizes[which];
 }
 
@@ -56,4 +58,7 @@ SUBQUAD_EXPORT int32_t subquad_backward(const Problem* p, const Backward* b) {
 }
 SUBQUAD_EXPORT int32_t subquad_step(const Problem* p, const Step* s) {
   return guarded([&] { subquad::step(*p, *s); });
+}
+SUBQUAD_EXPORT int32_t subquad_convolve(const Convolution* c) {
+  return guarded([&] { subquad::convolve(*c); });
 }
