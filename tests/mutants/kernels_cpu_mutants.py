@@ -29,7 +29,7 @@ KERNELS_CPU = (
     Mutant(
         "gate: any shape",
         "kernels/cpu/gate.py",
-        "if tensor.shape != self.shape:",
+        "if self.shape != tensor.shape:",
         "if tensor.dim() != len(self.shape):",
         "tests/kernels/cpu/test_gate.py -k 'every_pointer_is_checked'",
     ),

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -205,7 +206,7 @@ def run_step(
     v: Tensor,
     root: float,
     maps: dict[str, Tensor | None],
-    state: dict[str, Tensor | None],
+    state: dict[str, Any],
     changes: Callable[[], tuple[str, ...]],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One token for every sequence: the output, and new tensors for those of the state that it changes.
@@ -218,7 +219,7 @@ def run_step(
     made = plan.fill_new(step, ("out",))
     plan.fill(step, made, **state)
     names = changes()
-    new = plan.fill_new(step, map(NEW.__getitem__, names))
+    new = plan.fill_like(step, {NEW[name]: state[name] for name in names})
     engine().step(ctypes.byref(given), ctypes.byref(step))
     out = made["out"]
-    return out if q.dtype is torch.float32 else out.to(q.dtype), dict(zip(names, new.values(), strict=True))
+    return out if q.dtype is torch.float32 else out.to(q.dtype), dict(zip(names, new, strict=True))

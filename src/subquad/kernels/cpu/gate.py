@@ -196,6 +196,13 @@ class Plan:
             setattr(structure, name, tensor.data_ptr() or None)
         return made
 
+    def fill_like(self, structure: Structure, filled: Mapping[str, Tensor]) -> list[Tensor]:
+        """The same, in half the time, for pointers that want what others got: tensors that passed `fill`."""
+        made = [torch.empty_like(tensor) for tensor in filled.values()]
+        for name, tensor in zip(filled, made, strict=True):
+            setattr(structure, name, tensor.data_ptr() or None)
+        return made
+
     def fill(self, structure: Structure, made: Mapping[str, Tensor] = {}, /, **tensors: Tensor | None) -> Any:
         """`structure` with addresses of tensors, which it keeps alive. made: by `fill_new`."""
         self._point(structure, tensors, self._needed[type(structure)], made)

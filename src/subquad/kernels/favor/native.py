@@ -112,6 +112,7 @@ def _summed_like(tensor: Tensor, grad: Tensor) -> Tensor:
 
 # Decoding -------------------------------------------------------------------------------------------------------------
 
+ONE = torch.tensor(1, device="cpu")  # sooner added than the number
 FAR, SINKS, BLOCKS = (tuple(n for n in KEPT if n.startswith(part)) for part in ("far", "sink", "block"))
 
 
@@ -138,7 +139,7 @@ def step(
     read = {**kept, "length": length, "real": None if real is None else real.contiguous()}
     maps = {name: float32(getattr(map, name)) for name in MAP_TENSORS}
     out, new = call.run_step(plan, q, k, v, options.scale**0.5, maps, read, changes)
-    return out, {"length": length + (1 if real is None else real), **kept, **new}
+    return out, {"length": length + (ONE if real is None else real), **kept, **new}
 
 
 def _changed(length: Sequence[int], near: int, sinks: int, far: bool = True) -> tuple[str, ...]:
