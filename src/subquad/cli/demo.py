@@ -30,7 +30,7 @@ MEMORY_FEATURES, MEMORY_NEAR = 48, 8  # a window of the same memory ends soon af
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the runs, the plot and the protein.")] = Path("demo"),
-    steps: Annotated[int, typer.Option(help="Training steps of each model.")] = 200,
+    steps: Annotated[int, typer.Option(help="Training steps of each model.")] = 120,
     window: Annotated[int, typer.Option(help="Residues per training window.")] = 4096,
 ) -> int:
     """FAVOR beside exact attention and two controls, on proteins and on a task of memory; under five minutes.
