@@ -12,7 +12,6 @@ import math
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
+from turns import attention_seconds
 
-import subquad
 from subquad.bench.recall.measure import Mean
 from subquad.bench.records import machine
 from subquad.files import write_text
@@ -62,7 +61,7 @@ def main() -> None:
     curves = {name: MetricsFile(runs[name, 0]).records() for name in ROWS}
     unigram = json.loads((runs["softmax", 0] / "summary.json").read_text())["unigram_loss"]
     plot_losses(curves, options.output / "code_memory.png", unigram=unigram, unit="token")
-    seconds = attention_seconds()
+    seconds = attention_seconds(ROWS, (BATCH, HEADS, LENGTH, HIDDEN // HEADS))
     about = {"machine": machine(), "length": LENGTH, "steps": STEPS, "rows": ROWS, "attention_seconds": seconds}
     write_text(options.output / "code_memory.json", json.dumps({**about, "results": records}, indent=1) + "\n")
     show(records, seconds)
@@ -102,20 +101,6 @@ def train(options: argparse.Namespace, row: str, seed: int, run: Path) -> None:
     words += [word for name, value in given.items() for word in ("--option", f"{name}={value}")]
     command = [sys.executable, "-m", "subquad", "train", "text", str(options.folder / "files"), "--resume", "--qk-norm"]
     subprocess.run([*command, *words], check=True)
-
-
-def attention_seconds(repeats: int = 7) -> dict[str, float]:
-    """Forward and backward of one layer's attention, the best of turns that all rows take."""
-    dim = HIDDEN // HEADS
-    q, k, v = (torch.randn(BATCH, HEADS, LENGTH, dim, requires_grad=True) for _ in range(3))
-    layers = {name: subquad.attention(attention, head_dim=dim, **given) for name, (attention, given) in ROWS.items()}
-    best = dict.fromkeys(layers, math.inf)
-    for _ in range(repeats):
-        for name, layer in layers.items():
-            begun = time.perf_counter()
-            layer(q, k, v, causal=True).sum().backward()
-            best[name] = min(best[name], time.perf_counter() - begun)
-    return best
 
 
 def show(records: list[dict[str, Any]], seconds: dict[str, float]) -> None:

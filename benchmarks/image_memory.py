@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from PIL import Image
 from rich.progress import Progress
 from torch import Tensor, nn
+from turns import attention_seconds
 
 import subquad
 from subquad.bench.recall.measure import Mean
@@ -91,7 +92,9 @@ def main() -> None:
     ]
     curves = {record["row"]: record["curve"] for record in records if record["seed"] == 0}
     plot_losses(curves, options.output / "image_memory.png", unigram=None, unit="value")
-    seconds = attention_seconds({record["row"] for record in records})
+    there = {record["row"] for record in records}
+    shape = (BATCH, HEADS, LENGTH, HIDDEN // HEADS)
+    seconds = attention_seconds({name: row for name, row in ROWS.items() if name in there}, shape)
     about = {"machine": machine(), "length": LENGTH, "steps": options.steps, "rows": ROWS, "attention_seconds": seconds}
     write_text(options.output / "image_memory.json", json.dumps({**about, "results": records}, indent=1) + "\n")
     show(records, seconds)
@@ -199,20 +202,6 @@ def state_bytes(layer: SelfAttention) -> int:
     """That a layer keeps of a whole picture, short convolutions left out."""
     q = torch.randn(1, HEADS, LENGTH, HIDDEN // HEADS)
     return subquad.state_bytes(layer.mechanism.extend(q, q, q)[1])
-
-
-def attention_seconds(names: set[str], repeats: int = 7) -> dict[str, float]:
-    """Forward and backward of one layer's attention, the best of turns that all rows take."""
-    dim = HIDDEN // HEADS
-    q, k, v = (torch.randn(BATCH, HEADS, LENGTH, dim, requires_grad=True) for _ in range(3))
-    layers = {n: subquad.attention(kind, head_dim=dim, **given) for n, (kind, given) in ROWS.items() if n in names}
-    best = dict.fromkeys(layers, math.inf)
-    for _ in range(repeats):
-        for name, layer in layers.items():
-            begun = time.perf_counter()
-            layer(q, k, v, causal=True).sum().backward()
-            best[name] = min(best[name], time.perf_counter() - begun)
-    return best
 
 
 def show(records: list[dict[str, Any]], seconds: dict[str, float]) -> None:
