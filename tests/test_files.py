@@ -313,6 +313,7 @@ ALLOWED = {
     "training/run.py": {"save_pretrained"},
     "training/metrics.py": {"open"},
     "models/configuration.py": {"save_pretrained"},
+    "conversion/saved.py": {"save_pretrained"},
     "cli/embed.py": {"savez_compressed", "write_table"},
     "cli/generate.py": {"write_bytes", "savez_compressed", "save"},
     "cli/diagnose.py": {"save"},

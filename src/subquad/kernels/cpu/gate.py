@@ -242,7 +242,7 @@ def _check_names(kind: type[Structure], given: list[str], needed: tuple[str, ...
 
 
 class ConvolutionPlan:
-    """What the pointers of a convolution over tokens must be: x `[B, T, E]`, taps `[W, E]`."""
+    """What the pointers of a convolution over tokens must be; its letters are those of `kernels/convolution.py`."""
 
     part = 512  # tokens of a task
 
