@@ -6,7 +6,8 @@
 A picture is its red plane, then the green, then the blue one, as video formats store them. What says most about a green
 value is the red one of the same pixel, 1,025 tokens earlier: further back than a window of the memory of `favor`
 reaches. The same causal model is trained with each mechanism, three seeds each, on the same pictures in the same order,
-and evaluated on the same held-out ones. Interrupted, the same command goes on; `--rows` does a part of the work.
+and evaluated on the same held-out ones: 256 at the end, the first 32 of them on the way. Interrupted, the same command
+goes on; `--rows` does a part of the work.
 """
 
 import argparse
