@@ -97,3 +97,22 @@ def test_sums_that_are_tiny_although_features_are_not(backend: str) -> None:
     assert not bool(out.any())
     for grad in torch.autograd.grad(out.sum(), leaves):
         assert not bool(grad.any())
+
+
+@pytest.mark.parametrize(("query", "key"), [(1e-6, 1e-27), (1e15, 1e30), (1e6, 1e33)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_querys_own_size_cancels(backend: str, query: float, key: float) -> None:
+    """Products that leave float32, or count as zero, where a query's largest feature were not taken out."""
+    attention = LinearAttention(8, feature_map="relu", backend=backend)
+    q, k, v = tokens(1.0, "")
+    leaves = [t.requires_grad_() for t in (query * q.abs(), key * k.abs().clamp(0.005, 0.01), v)]
+    double = [t.detach().double().requires_grad_() for t in leaves]
+    for causal in (False, True):
+        out, want = attention(*leaves, causal=causal), attention.reference(*double, causal=causal)
+        assert_close(out, want, 1e-5, f"causal={causal}")
+        assert_close(
+            *(torch.autograd.grad(o.square().sum(), x[2])[0] for o, x in ((out, leaves), (want, double))), 1e-5
+        )
+    with torch.no_grad():
+        row, want = attention.extend(*leaves)[0], attention(*leaves, causal=True)
+    assert_close(row, want, 1e-5, "decoding")

@@ -314,8 +314,29 @@ KERNELS_CPU = (
     Mutant(
         "tiny features count in the native engine",
         "kernels/cpu/src/features.hpp",
-        "  return x < splat(TINY) ? Vec{} : x;  // NaN stays NaN",
-        "  return x < Vec{} ? Vec{} : x;",
+        "  return x < least ? Vec{} : x;  // NaN stays NaN",
+        "  return x < (least < splat(1) ? Vec{} : least) ? Vec{} : x;",
+        "tests/kernels/test_linear.py -k cpu",
+    ),
+    Mutant(
+        "rows of tiny features are not made larger in the native engine",
+        "kernels/cpu/src/features.hpp",
+        "size < splat(SMALL) ? 1 / size : ",
+        "",
+        "tests/kernels/test_linear.py -k cpu",
+    ),
+    Mutant(
+        "rows of large features are not made smaller in the native engine",
+        "kernels/cpu/src/features.hpp",
+        "size > splat(LARGE) ? 1 / size : splat(1)",
+        "splat(1)",
+        "tests/kernels/test_linear.py -k cpu",
+    ),
+    Mutant(
+        "where zero begins does not follow a row's factor in the native engine",
+        "kernels/cpu/src/features.hpp",
+        "size * unit * TINY",
+        "splat(TINY)",
         "tests/kernels/test_linear.py -k cpu",
     ),
     # kernels/cpu/src/field.hpp
@@ -393,15 +414,15 @@ KERNELS_CPU = (
     Mutant(
         "tiny sums are divided by in the native engine",
         "kernels/cpu/src/forward.hpp",
-        "divisor = std::fabs(sum) < TINY ? INFINITE : sum",
+        "divisor = std::fabs(sum) < r_.least[i] ? INFINITE : sum",
         "divisor = sum == 0 ? INFINITE : sum",
         "tests/kernels/test_linear.py -k 'cpu and sums'",
     ),
     Mutant(
         "low parts of outputs are not packed in the native engine",
         "kernels/cpu/src/forward.hpp",
-        "    if (to.low) pack_low(to.out, sums, v.Dv, to.low);",
-        "    if (to.low) std::fill(to.low, to.low + v.Dv, int8_t(0));",
+        "    pack_low(to.out, sums, v.Dv, to.low);\n  }\n\n  void write_log",
+        "    std::fill(to.low, to.low + v.Dv, int8_t(0));\n  }\n\n  void write_log",
         "tests/kernels/test_long_sequences.py -k 'test_gradients and cpu and linear'",
     ),
     # kernels/cpu/src/gemm.hpp

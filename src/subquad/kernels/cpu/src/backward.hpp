@@ -378,7 +378,7 @@ class BackwardTask {
     if (v.logarithmic())
       query_logs(v, state.max, r_);
     else
-      query_elementwise(v, r_);
+      query_elementwise(v, nullptr, r_);
     std::copy(r_.far, r_.far + r_.height(), largest_);
     load_normalisers();
   }
@@ -441,7 +441,7 @@ class BackwardTask {
   SUBQUAD_STAGE void normalise_weights() {
     const auto each = [&](auto work) { each_vector(v.M, r_.panel_count, r_.weights, work); };
     if (v.logarithmic()) return each([&](float* x, int, int t) { store(x, vexp(load(x) - load(r_.far + t))); });
-    each([&](float* x, int, int t) { store(x, load(x) * load(r_.unit + t)); });
+    if (r_.scaled) each([&](float* x, int, int t) { store(x, load(x) * load(r_.unit + t)); });
   }
   // From the gradient of the weights, less the totals' part, that of the logs (or arguments).
   SUBQUAD_STAGE void finish_rows(const Field& state) {

@@ -47,8 +47,9 @@ struct CentredRow {
   float far_share;   // of the row's weight
   float near_share;  // 1 less that, without the rounding of a difference
 
-  // The outputs, and in place of the sums what rounding left out of them. Where the far field matters, a row is the centre
+  // The outputs, and with LOW in place of the sums what rounding left out of them. Where the far field matters, a row is the centre
   // and a small difference; else the centre, which may be large, is left out.
+  template <bool LOW>
   void finish(const float* __restrict__ centre, int count, float factor, float* __restrict__ sums,
               float* __restrict__ out) const {
     const bool mostly_far = far_share >= 0.5f;
@@ -56,7 +57,7 @@ struct CentredRow {
     for (int j = 0; j < count; ++j) {
       const float origin = origin_share * centre[j], more = sums[j] * factor + share * centre[j];
       const float rounded = origin + more;
-      sums[j] = more - (rounded - origin);
+      if (LOW) sums[j] = more - (rounded - origin);
       out[j] = rounded;
     }
   }

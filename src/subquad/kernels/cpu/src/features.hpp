@@ -81,14 +81,15 @@ inline void normalise_groups_backward(const View& v, const float* weight, const 
 
 constexpr float TINY = 0x1p-100f;  // features and sums below it count as zero: as in features/elementwise.py
 
+// Features, but for those below `least`, which are zero.
 template <int KIND>
-inline __attribute__((always_inline)) Vec elementwise(Vec x) {
+inline __attribute__((always_inline)) Vec elementwise(Vec x, Vec least) {
   if constexpr (KIND == ELU1) x = x < Vec{} ? vexp(x) : x + 1.0f;
   if constexpr (KIND == RELU2) x = x < Vec{} ? Vec{} : x * x;
   if constexpr (KIND == SOFTPLUS)
     for (int i = 0; i < LANES; ++i) x[i] = x[i] > 20 ? x[i] : std::log1p(std::exp(x[i]));
-  if constexpr (KIND == IDENTITY) return vabs(x) < splat(TINY) ? Vec{} : x;
-  return x < splat(TINY) ? Vec{} : x;  // NaN stays NaN
+  if constexpr (KIND == IDENTITY) return vabs(x) < least ? Vec{} : x;
+  return x < least ? Vec{} : x;  // NaN stays NaN
 }
 
 // 1 - exp(-x) for x >= 0.
@@ -163,6 +164,8 @@ SUBQUAD_STAGE inline void fold_exponential(const View& v, const float* scalar, f
 }
 
 SUBQUAD_STAGE inline void fold_elementwise(const View& v, const float* alive, int begin, int count, Fold& fold) {
+  float least[TILE];  // no feature of a dead key reaches it
+  for (int t = 0; t < fold.panel_count * PANEL; ++t) least[t] = alive[t] != 0 ? TINY : INFINITE;
   with_kind(v.p.kind, [&](auto kind) {
     constexpr int KIND = decltype(kind)::value;
     for (int m = begin; m < begin + count; m += LANES) {
@@ -171,7 +174,7 @@ SUBQUAD_STAGE inline void fold_elementwise(const View& v, const float* alive, in
       for (int i = 0; i < some; ++i)
         for (int t = 0; t < fold.panel_count * PANEL; t += LANES) {
           float* x = fold.weights + (long(t / PANEL) * v.M + m + i) * PANEL + t % PANEL;
-          const Vec weight = elementwise<KIND>(load(x)) * load(alive + t);
+          const Vec weight = elementwise<KIND>(load(x), load(least + t));
           store(x, weight);
           sums[i] += weight;
         }
@@ -236,7 +239,9 @@ struct Rows {
   float *weights;           // [M][tokens]
   float *far, *exact;       // [tokens] what exponents are relative to, on two scales (see favor/problem.py)
   float *unit;              // [tokens] what phi is multiplied by (not EXP)
+  bool scaled = false;      // whether any of them is not 1
   float *sum;               // [tokens] normaliser
+  float *least;             // [tokens] sums below it count as zero (not EXP)
   float *out;               // [tokens][Dv] in padded rows
 
   static Rows allocate(const View& v, bool backward) {
@@ -246,7 +251,7 @@ struct Rows {
     r.lanes = pool().take(n * v.D);
     r.columns = backward && !v.in_place() ? pool().take(n * padded(v.D)) : nullptr;
     r.weights = v.in_place() ? r.lanes : pool().take(n * v.M);
-    for (float** x : {&r.scalar, &r.far, &r.exact, &r.unit, &r.sum}) *x = pool().take(n);
+    for (float** x : {&r.scalar, &r.far, &r.exact, &r.unit, &r.sum, &r.least}) *x = pool().take(n);
     r.out = pool().take(n * v.height);
     return r;
   }
@@ -299,27 +304,38 @@ SUBQUAD_STAGE inline void query_weights(const View& v, const float* total, Rows&
   }
 }
 
-// phi(q), and in `unit` what makes the largest feature of a row 1: a row's own factor cancels, and without it tiny features
-// of queries and keys do not underflow together.
-SUBQUAD_STAGE inline void query_elementwise(const View& v, Rows& r) {
+// Largest features of a row that need no factor: neither their squares nor products with keys leave float32 sooner.
+constexpr float SMALL = 0x1p-24f, LARGE = 0x1p4f;
+
+// phi(q), and what it weighs against `total` (if there is one). A row's own factor cancels: where the largest feature is not
+// between SMALL and LARGE, it is made 1 by `unit`, so that tiny features of queries and keys do not underflow together.
+// Weights and sums do not have it yet; `scaled` says whether any row needs it.
+SUBQUAD_STAGE inline void query_elementwise(const View& v, const float* total, Rows& r) {
   project(v, v.query_panels, r.lanes, r.panel_count, r.weights);
+  r.scaled = false;
   with_kind(v.p.kind, [&](auto kind) {
     constexpr int KIND = decltype(kind)::value;
     for (int t = 0; t < r.height(); t += LANES) {
       float* x = r.weights + long(t / PANEL) * v.M * PANEL + t % PANEL;
-      Vec size{};
+      Vec size{}, sum{};
       for (int m = 0; m < v.M; ++m, x += PANEL) {
-        const Vec phi = elementwise<KIND>(load(x));
+        const Vec phi = elementwise<KIND>(load(x), splat(TINY));
         store(x, phi);
         size = vmax(size, vabs(phi));
+        if (total) sum += phi * splat(total[m]);
       }
-      store(r.unit + t, 1 / (size > Vec{} ? size : splat(1)));
+      size = size > Vec{} ? size : splat(1);
+      const Vec unit = size < splat(SMALL) ? 1 / size : size > splat(LARGE) ? 1 / size : splat(1);
+      store(r.unit + t, unit), store(r.sum + t, sum), store(r.least + t, size * unit * TINY);
+      r.scaled |= hmax(vabs(unit - splat(1))) > 0;
     }
   });
 }
 
 // unit phi, and what it weighs against the field's totals.
 SUBQUAD_STAGE inline void query_sums(const View& v, const float* total, Rows& r) {
+  query_elementwise(v, total, r);
+  if (!r.scaled) return;
   for (int t = 0; t < r.height(); t += LANES) {
     float* x = r.weights + long(t / PANEL) * v.M * PANEL + t % PANEL;
     const Vec unit = load(r.unit + t);

@@ -261,7 +261,6 @@ class ForwardTask {
       references();
       std::fill(r_.sum, r_.sum + r_.height(), 0.0f);
     } else {
-      query_elementwise(v, r_);
       query_sums(v, field_.total, r_);
     }
     each_chunk(v, [&](int begin, int features) {
@@ -382,8 +381,10 @@ class ForwardTask {
       if (to.low) std::fill(to.low, to.low + v.Dv, int8_t(0));
       return;
     }
-    CentredRow{far_sum_[i] / divisor, near_sum_[i] / divisor}.finish(field_.centre, v.Dv, inverse, sums, to.out);
-    if (to.low) pack_low(to.out, sums, v.Dv, to.low);
+    const CentredRow row{far_sum_[i] / divisor, near_sum_[i] / divisor};
+    if (!to.low) return row.finish<false>(field_.centre, v.Dv, inverse, sums, to.out);
+    row.finish<true>(field_.centre, v.Dv, inverse, sums, to.out);
+    pack_low(to.out, sums, v.Dv, to.low);
   }
 
   void write_logarithmic(int group, int i) {
@@ -402,7 +403,7 @@ class ForwardTask {
   }
 
   void write_linear(int group, int i) {
-    const float sum = r_.sum[i], divisor = std::fabs(sum) < TINY ? INFINITE : sum;
+    const float sum = r_.sum[i], divisor = std::fabs(sum) < r_.least[i] ? INFINITE : sum;
     const OutputRow to = to_.row(v, group, r_.token + i);
     write_row(i, divisor, to);
     *to.norm = divisor;

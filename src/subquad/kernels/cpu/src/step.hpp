@@ -91,7 +91,7 @@ class TokenStep {
     if (!v.logarithmic())
       return with_kind(v.p.kind, [&](auto kind) {
         constexpr int KIND = decltype(kind)::value;
-        each(logs, v.M, [](Vec y) { return elementwise<KIND>(y); });
+        each(logs, v.M, [](Vec y) { return elementwise<KIND>(y, splat(TINY)); });
       });
     if (v.p.rule != GROUPS) return;
     const int size = v.p.num_features / v.p.rule_groups;
