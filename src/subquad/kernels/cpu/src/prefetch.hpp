@@ -24,7 +24,7 @@ class Prefetcher {
 
  private:
   static constexpr int CAPACITY = 64;  // runs; more, of many heads that share their keys, are not worth a prefetch
-  static constexpr long LINE = 64, LINES = 16;  // bytes of a cache line; lines at a time
+  static constexpr long LINE = 64, LINES = 32;  // bytes of a cache line; lines at a time
   struct Run {
     const char* at;
     long stride, count, bytes;
