@@ -42,16 +42,21 @@ HIDDEN, HEADS, LAYERS, BATCH, RATE, WARMUP = 128, 4, 2, 4, 0.01, 20
 TESTS, AT_ONCE, EVAL_EVERY = 256, 8, 50
 RESULTS = Path(__file__).parent / "results"
 
+Layer = tuple[str, dict[str, Any]]  # a mechanism and its options
+
 FAVOR = {"num_features": 128, "near": 16, "reach": 3}  # the row above is 32 tokens back
-ROWS: dict[str, tuple[str, dict[str, Any]]] = {
-    "identity": ("identity", {}),
-    "near-only": ("favor", {**FAVOR, "far": False}),
-    "window": ("window", {"window": 202}),  # the memory of that state, to a token
-    "favor": ("favor", FAVOR),
-    "hedgehog": ("favor", {**FAVOR, "estimator": "hedgehog"}),
-    "cluster": ("cluster", {"num_clusters": 32, "bucket_size": 32}),
-    "strided": ("strided", {"stride": SIDE}),
-    "softmax": ("softmax", {}),
+NEAR_ONLY: Layer = ("favor", {**FAVOR, "far": False})
+STRIDED: Layer = ("strided", {"stride": SIDE})
+ROWS: dict[str, list[Layer]] = {
+    "identity": [("identity", {})] * LAYERS,
+    "near-only": [NEAR_ONLY] * LAYERS,
+    "window": [("window", {"window": 202})] * LAYERS,  # the memory of that state, to a token
+    "favor": [("favor", FAVOR)] * LAYERS,
+    "hedgehog": [("favor", {**FAVOR, "estimator": "hedgehog"})] * LAYERS,
+    "cluster": [("cluster", {"num_clusters": 32, "bucket_size": 32})] * LAYERS,
+    "strided": [STRIDED] * LAYERS,
+    "near+strided": [NEAR_ONLY, STRIDED],
+    "softmax": [("softmax", {})] * LAYERS,
 }
 
 
@@ -93,12 +98,17 @@ def main() -> None:
     ]
     curves = {record["row"]: record["curve"] for record in records if record["seed"] == 0}
     plot_losses(curves, options.output / "image_memory.png", unigram=None, unit="value")
-    there = {record["row"] for record in records}
-    shape = (BATCH, HEADS, LENGTH, HIDDEN // HEADS)
-    seconds = attention_seconds({name: row for name, row in ROWS.items() if name in there}, shape)
+    seconds = seconds_per_layer({record["row"] for record in records})
     about = {"machine": machine(), "length": LENGTH, "steps": options.steps, "rows": ROWS, "attention_seconds": seconds}
     write_text(options.output / "image_memory.json", json.dumps({**about, "results": records}, indent=1) + "\n")
     show(records, seconds)
+
+
+def seconds_per_layer(names: set[str]) -> dict[str, float]:
+    """Of each row's attention, forward and backward; the mean of its layers."""
+    layers = {f"{name} {i}": layer for name in names for i, layer in enumerate(ROWS[name])}
+    found = attention_seconds(layers, (BATCH, HEADS, LENGTH, HIDDEN // HEADS))
+    return {name: sum(found[f"{name} {i}"] for i in range(LAYERS)) / LAYERS for name in ROWS if name in names}
 
 
 def path_of(options: argparse.Namespace, name: str, seed: int) -> Path:
@@ -125,7 +135,6 @@ class Painter(nn.Module):
     def __init__(self, name: str, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        attention, given = ROWS[name]
         config = SubquadConfig(
             vocab_size=LEVELS + PLANES,
             hidden_size=HIDDEN,
@@ -134,8 +143,8 @@ class Painter(nn.Module):
             intermediate_size=2 * HIDDEN,
             positions="none",
             initializer_range=0.05,
-            attention=attention,
-            attention_options=given,
+            attention=[mechanism for mechanism, _ in ROWS[name]],
+            attention_options=[given for _, given in ROWS[name]],
         )
         self.model = SubquadForCausalLM(config)
         self.model.redraw(seed)
@@ -178,8 +187,9 @@ def measure(name: str, seed: int, steps: int, train_set: np.ndarray, test_set: n
         told()
     every, colours = evaluated(painter, test_set[:TESTS])
     curve[-1]["eval_loss"] = every
-    layer: Any = painter.model.model.blocks[0].attention
-    facts = {"seconds_per_step": sorted(times)[len(times) // 2], "state": state_bytes(layer), "curve": curve}
+    blocks: Any = painter.model.model.blocks
+    state = sum(state_bytes(block.attention) for block in blocks) / LAYERS
+    facts = {"seconds_per_step": sorted(times)[len(times) // 2], "state": state, "curve": curve}
     return {"row": name, "seed": seed, "loss": every, "green_and_blue": colours, **facts}
 
 
@@ -211,14 +221,14 @@ def show(records: list[dict[str, Any]], seconds: dict[str, float]) -> None:
 
     loss = {name: mean(name, "loss") for name in seconds}
     window, exact = (loss[name].value if name in loss else math.nan for name in ("window", "softmax"))
-    print("row        bits per value    green and blue  of softmax's gain  attention, ms   ms per step   state, KiB")
+    print("row           bits per value    green and blue  of softmax's gain  attention, ms   ms per step   state, KiB")
     for name, of_all in loss.items():
         colours = mean(name, "green_and_blue")
         share = 100 * (window - of_all.value) / (window - exact)
         first = next(record for record in records if record["row"] == name)
         cells = f"{of_all.value:.3f} ±{of_all.error:.3f} {colours.value:10.3f} ±{colours.error:.3f} {share:16.0f} %"
         cost = f"{1000 * seconds[name]:14.1f} {1000 * first['seconds_per_step']:13.0f} {first['state'] / 1024:12.0f}"
-        print(f"{name:10} {cells} {cost}")
+        print(f"{name:13} {cells} {cost}")
 
 
 if __name__ == "__main__":

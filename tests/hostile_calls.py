@@ -21,6 +21,7 @@ from subquad import MECHANISMS, Mechanism, attention, functional
 from subquad.errors import SubquadError, UncalibratedWarning
 from subquad.features import draw_feature_map
 from subquad.mechanisms.lsh import draw_rotations
+from subquad.nn import ShortConvolution
 from subquad.testing.inputs import relative_error
 
 OPTIONS_OF: dict[str, tuple[dict[str, Any], ...]] = {
@@ -31,6 +32,9 @@ OPTIONS_OF: dict[str, tuple[dict[str, Any], ...]] = {
         {"num_features": 40, "near": 3, "sinks": 0, "estimator": "hyperbolic", "chunk": 5},
         {"num_features": 8, "near": 4, "sinks": 2, "estimator": "hedgehog"},
         {"num_features": 8, "near": 4, "sinks": 2, "num_heads": 4},
+        {"num_features": 8, "near": 2, "reach": 3, "sinks": 2},
+        {"num_features": 8, "near": 3, "reach": 2, "sinks": 2, "far": False},
+        {"num_features": 8, "near": 0, "sinks": 3, "far": False},
     ),
     "linear": (
         {},
@@ -96,9 +100,8 @@ class Caller(Operators):
     def run(self) -> None:
         threads = self.rng.choice((1, 1, 2, 3))
         torch.set_num_threads(threads)
-        call = self.rng.choice(
-            (self.forward, self.forward, self.extend, self.extend, self.matrix, self.function, self.operator)
-        )
+        calls = (self.forward, self.forward, self.extend, self.extend, self.matrix, self.function, self.operator)
+        call = self.rng.choice((*calls, self.convolution))
         self.say(call.__name__, f"{threads} threads")
         call()
 
@@ -212,6 +215,46 @@ class Caller(Operators):
         return rng.choice(
             (tuple(state), list(state), state[:1], 0, "state", {}, state[0], tuple.__new__(type(state), state[:1]))
         )
+
+    def convolution(self) -> None:
+        rng = self.rng
+        width, channels, dtype = rng.choice((1, 2, 4, 9)), rng.choice((1, 3, 16, 40)), rng.choice(DTYPES)
+        layer = ShortConvolution(channels, width)
+        with torch.no_grad():
+            layer.weight.copy_(self.normal(channels, 1, width))
+        batch, length, causal = rng.choice((1, 2)), rng.choice((1, 2, 5, 600)), rng.random() < 0.7
+        mask = torch.rand(batch, length, generator=self.generator) < 0.8 if rng.random() < 0.3 else None
+        tensors: dict[str, Any] = {"x": self.normal(batch, length, channels).to(dtype), "key_mask": mask}
+        extends = causal and rng.random() < 0.5
+        if extends:
+            tensors["recent"] = self.normal(batch, width - 1, channels).to(dtype)
+        self.say(f"{width} taps, {dtype}, {batch, length, channels}, causal {causal}, extends {extends}")
+        given = self.spoil(tensors)
+
+        def run(layer: ShortConvolution, given: dict[str, Any]) -> Tensor:
+            if extends:
+                return layer.extend(given["x"], given["recent"], key_mask=given["key_mask"])[0]
+            return layer(given["x"], causal=causal, key_mask=given["key_mask"])
+
+        wants_gradients = rng.random() < 0.5
+        x = given["x"] = leaf(given["x"]) if wants_gradients else given["x"]
+        out = run(layer, given)
+        if out.is_meta:
+            return
+        exact = {name: double(tensor) for name, tensor in given.items()}
+        if wants_gradients:
+            exact["x"] = leaf(exact["x"])
+        want = run(layer.double(), exact)
+        size = double(x).norm().item() * layer.weight.norm().item()
+        judge("convolution", out, want, size)
+        if wants_gradients and out.requires_grad:
+            direction, how = mutate(self.normal(*out.shape).to(out.dtype), rng)
+            self.say(f"gradient: {how} {shown(direction)}")
+            try:
+                (got,) = torch.autograd.grad(out, (x,), direction)
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise RefusedError from error
+            judge("gradient", got, torch.autograd.grad(want, (exact["x"],), double(direction))[0], size)
 
     # Functions --------------------------------------------------------------------------------------------------------
 

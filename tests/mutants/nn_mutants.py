@@ -79,6 +79,13 @@ NN = (
         "tests/nn/test_short_convolution.py -k 'padding_is_no_neighbour'",
     ),
     Mutant(
+        "a short convolution within a layer takes any mask",
+        "nn/short_convolution.py",
+        '        checks.key_mask("short convolution", key_mask, parts[0][:, None])\n',
+        "",
+        "tests/nn/test_short_convolution.py -k 'errors'",
+    ),
+    Mutant(
         "a short convolution forgets the wrong tokens",
         "nn/short_convolution.py",
         "last = key_mask.sum(-1)[:, None] +",

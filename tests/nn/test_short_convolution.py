@@ -242,12 +242,32 @@ def test_saved_models_come_back(tmp_path: Any) -> None:
             "short convolution: x must be [batch, length, 8], got [2, 8]",
         ),
         (
+            lambda: ShortConvolution(8, 4)(torch.ones(1, 2, 8, dtype=torch.int64), causal=True),
+            "short convolution: x must be one of float16, bfloat16, float32, float64, got int64",
+        ),
+        (
+            lambda: ShortConvolution(8, 4)(torch.randn(1, 2, 8, device="meta"), causal=True),
+            "short convolution: x must be on the device of the weights, got meta and cpu",
+        ),
+        (
+            lambda: ShortConvolution(8, 4)(torch.randn(1, 2, 8), causal=True, key_mask=torch.ones(1, 3).bool()),
+            "short convolution: key_mask must be [batch, keys] = [1, 2], got [1, 3]",
+        ),
+        (
+            lambda: SelfAttention(8, 2, short_conv=4)(torch.randn(1, 2, 8), Context(True, torch.ones(1, 3).bool())),
+            "short convolution: key_mask must be [batch, keys] = [1, 2], got [1, 3]",
+        ),
+        (
             lambda: ShortConvolution(8, 4).extend(torch.randn(1, 2, 7), None),
             "short convolution: x must be [batch, length, 8], got [1, 2, 7]",
         ),
         (
             lambda: ShortConvolution(8, 4).extend(torch.randn(1, 2, 8), torch.randn(1, 2, 8)),
             "short convolution: the state must hold the last inputs [1, 3, 8], got [1, 2, 8]",
+        ),
+        (
+            lambda: ShortConvolution(8, 4).extend(torch.randn(1, 2, 8), torch.randn(1, 3, 8).to_sparse()),
+            "short convolution: the state must be a dense tensor, got sparse_coo; use .to_dense() or padding",
         ),
         (
             lambda: ShortConvolution(8, 4).extend(torch.randn(1, 2, 8), torch.randn(1, 3, 8).double()),

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from subquad.checks import count, dtype_name, shape_of
+from subquad.checks import count, dense_layout, dtype_name, float_tensor, key_mask, shape_of
 from subquad.errors import BackendError, ConfigError, DtypeError, MaskError, ShapeError
 
 SomeClass = TypeVar("SomeClass")
@@ -39,14 +39,22 @@ def qk_norm(value: Any, shared_qk: bool) -> None:
         raise ConfigError("attention layer: with shared_qk=True keys are normalised already; leave qk_norm out")
 
 
-def convolved(x: Tensor, channels: int) -> None:
+def convolved(x: Tensor, mask: Tensor | None, weight: Tensor) -> None:
+    """What a short convolution with `weight` `[channels, 1, width]` takes."""
+    op, channels = "short convolution", weight.shape[0]
+    float_tensor(op, "x", x)
     if x.dim() != 3 or x.shape[2] != channels:
-        raise ShapeError(f"short convolution: x must be [batch, length, {channels}], got {shape_of(x)}")
+        raise ShapeError(f"{op}: x must be [batch, length, {channels}], got {shape_of(x)}")
+    if x.device != weight.device:
+        raise BackendError(f"{op}: x must be on the device of the weights, got {x.device} and {weight.device}")
+    key_mask(op, mask, x[:, None])
 
 
 def recent_tokens(recent: Any, x: Tensor, width: int) -> None:
     """What a short convolution remembers of the tokens before x `[B, T, channels]`."""
     wanted = (x.shape[0], width - 1, x.shape[2])
+    if isinstance(recent, Tensor):
+        dense_layout("short convolution", "the state", recent)
     if not isinstance(recent, Tensor) or recent.shape != wanted:
         got = shape_of(recent) if isinstance(recent, Tensor) else type(recent).__name__
         raise ShapeError(f"short convolution: the state must hold the last inputs {list(wanted)}, got {got}")

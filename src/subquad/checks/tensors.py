@@ -87,7 +87,7 @@ def _list(names: Iterable[str]) -> str:
     return f"{', '.join(first)} and {last}"
 
 
-def weights(op: str, name: str, tensor: Any) -> None:
+def float_tensor(op: str, name: str, tensor: Any) -> None:
     """Numbers of any precision."""
     if not isinstance(tensor, Tensor):
         raise DtypeError(f"{op}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -95,6 +95,11 @@ def weights(op: str, name: str, tensor: Any) -> None:
     if tensor.dtype not in FLOAT_DTYPES:
         names = ", ".join(dtype_name(dtype) for dtype in FLOAT_DTYPES)
         raise DtypeError(f"{op}: {name} must be one of {names}, got {dtype_name(tensor.dtype)}")
+
+
+def weights(op: str, name: str, tensor: Any) -> None:
+    """The same, and not empty."""
+    float_tensor(op, name, tensor)
     if 0 in tensor.shape:
         raise ShapeError(f"{op}: {name} must have no empty dimension, got {shape_of(tensor)}")
 

@@ -52,7 +52,7 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x: Tensor, *, causal: bool, key_mask: Tensor | None = None) -> Tensor:
         """key_mask bool `[B, T]`, True where a token is real."""
-        convolved(x, self.weight.shape[0])
+        convolved(x, key_mask, self.weight)
         return self.of_parts((x,), causal=causal, key_mask=key_mask)[0]
 
     def of_parts(self, parts: Sequence[Tensor], *, causal: bool, key_mask: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -60,6 +60,7 @@ class ShortConvolution(nn.Module):
         taps = self._taps(parts[0]).split([part.shape[-1] for part in parts], -1)
         if key_mask is None:
             return tuple(convolve(x, own, causal=causal) for x, own in zip(parts, taps, strict=True))
+        checks.key_mask("short convolution", key_mask, parts[0][:, None])
         slots = slots_of(real_index(key_mask, parts[0][:, None]), key_mask, key_mask.shape[1])
         packed = (pack(x[:, None], slots, x.shape[1])[:, 0] for x in parts)
         mixed = (convolve(x, own, causal=causal) for x, own in zip(packed, taps, strict=True))
@@ -70,7 +71,7 @@ class ShortConvolution(nn.Module):
 
         recent: the last `width - 1` real inputs `[B, width - 1, channels]`, zeros before the first; None at the start.
         """
-        convolved(x, self.weight.shape[0])
+        convolved(x, key_mask, self.weight)
         batch, length, channels = x.shape
         if recent is None:
             recent = x.new_zeros(batch, self.width - 1, channels)
