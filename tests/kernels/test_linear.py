@@ -110,9 +110,8 @@ def test_a_querys_own_size_cancels(backend: str, query: float, key: float) -> No
     for causal in (False, True):
         out, want = attention(*leaves, causal=causal), attention.reference(*double, causal=causal)
         assert_close(out, want, 1e-5, f"causal={causal}")
-        assert_close(
-            *(torch.autograd.grad(o.square().sum(), x[2])[0] for o, x in ((out, leaves), (want, double))), 1e-5
-        )
+        got, exact = (torch.autograd.grad(o.square().sum(), x[2])[0] for o, x in ((out, leaves), (want, double)))
+        assert_close(got, exact, 1e-5, f"gradient, causal={causal}")
     with torch.no_grad():
-        row, want = attention.extend(*leaves)[0], attention(*leaves, causal=True)
+        row, want = attention.extend(leaves[0], leaves[1], leaves[2])[0], attention(*leaves, causal=True)
     assert_close(row, want, 1e-5, "decoding")

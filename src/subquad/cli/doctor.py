@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -61,23 +62,29 @@ def _engines() -> Any:
     from rich.table import Table
 
     from subquad import checks
-    from subquad.kernels.engines import ENGINES
-
-    def yes(can: bool) -> str:
-        return "yes" if can else "no"
+    from subquad.kernels.engines import ENGINES, Engine
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("backend", "devices", "dtypes", "near blocks", "signed", "gradients", "here"):
-        table.add_column(title)
+    table.add_column("backend")
     for engine in ENGINES.values():
-        table.add_row(
-            engine.name,
-            "any" if engine.devices is None else ", ".join(engine.devices),
-            ", ".join(map(checks.dtype_name, engine.dtypes)),
-            *map(yes, (engine.near, engine.signed, engine.gradients)),
-            f"no: {engine.missing}" if engine.missing else "yes",
-        )
+        table.add_column(engine.name)
+    rows: dict[str, Callable[[Engine], str]] = {
+        "devices": lambda engine: "any" if engine.devices is None else ", ".join(engine.devices),
+        "dtypes": lambda engine: ", ".join(map(checks.dtype_name, engine.dtypes)),
+        "near blocks": lambda engine: _yes(engine.near),
+        "reach beyond neighbours": lambda engine: _yes(engine.reach),
+        "without a far field": lambda engine: _yes(engine.without_far),
+        "signed features": lambda engine: _yes(engine.signed),
+        "gradients": lambda engine: _yes(engine.gradients),
+        "here": lambda engine: f"no: {engine.missing}" if engine.missing else "yes",
+    }
+    for name, tell in rows.items():
+        table.add_row(name, *map(tell, ENGINES.values()))
     return table
+
+
+def _yes(can: bool) -> str:
+    return "yes" if can else "no"
 
 
 def _facts() -> dict[str, str]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from subquad import checks
-from subquad.checks import engine as own_checks
+from subquad.checks import engine as engine_checks
 from subquad.checks import favor as favor_checks
 from subquad.features.elementwise import ELEMENTWISE
 from subquad.kernels.engines import ENGINES
@@ -98,11 +98,11 @@ class Sizes:
 
     def __init__(self, op: str, q: Tensor | None) -> None:
         if q is None:
-            raise own_checks.missing(op, "q")
+            raise engine_checks.missing(op, "q")
         self.op, self.q, self.known = op, q, {"1": 1, "2": 2}
         checks.dense_layout(op, "q", q)
         if q.dtype not in checks.FLOAT_DTYPES:
-            raise own_checks.wrong_dtype(op, "q", q, checks.FLOAT_DTYPES)
+            raise engine_checks.wrong_dtype(op, "q", q, checks.FLOAT_DTYPES)
         state = torch.promote_types(q.dtype, torch.float32)
         self._dtypes = {"input": (q.dtype,), "float": checks.FLOAT_DTYPES, "state": (state,)}
         self._dtypes |= {"log": (torch.float32, torch.float64), "low": (torch.int8,), "bool": (torch.bool,)}
@@ -117,15 +117,15 @@ class Sizes:
             kind, *letters = words.split()
             if tensor is None:
                 if not kind.endswith("?"):
-                    raise own_checks.missing(self.op, name)
+                    raise engine_checks.missing(self.op, name)
                 continue
             bound = len(letters) == tensor.dim() and not tensor.is_nested
             shape = [self._size(letter, tensor.shape[i] if bound else letter) for i, letter in enumerate(letters)]
-            own_checks.tensor(self.op, name, tensor, self._dtypes[kind.rstrip("?")], shape)
-            own_checks.device(self.op, name, tensor, self.q)
+            engine_checks.tensor(self.op, name, tensor, self._dtypes[kind.rstrip("?")], shape)
+            engine_checks.device(self.op, name, tensor, self.q)
             for letter in letters if 0 in tensor.shape else ():
                 if letter not in MAY_BE_EMPTY and self.known.get(letter) == 0:
-                    raise own_checks.empty(self.op, name, tensor)
+                    raise engine_checks.empty(self.op, name, tensor)
 
     def _size(self, letter: str, found: Any) -> Any:
         """What a letter says the size is: what is `found`, if it has said nothing so far."""
@@ -148,18 +148,18 @@ def favor(op: str, inputs: FavorInputs, options: FavorOptions) -> Sizes:
     _together(op, tensors, ("far_max", "far_sum"), ("offset_weight", "offset_bias"), ("sink_k", "sink_v"))
     _past_of(op, inputs.far_sum, options.causal)
     if options.sinks and inputs.sink_seen is None:
-        raise own_checks.missing(op, "sink_seen")
+        raise engine_checks.missing(op, "sink_seen")
     if inputs.sink_k is None and isinstance(sizes["S"], int) and sizes["S"] < options.sinks:
-        raise own_checks.missing(op, "sink_k")
+        raise engine_checks.missing(op, "sink_k")
     checks.choice(op, "rule", options.rule, RULES)
     checks.count(op, "groups", options.groups)
     if sizes["M"] % options.groups:
-        raise own_checks.left_over(op, options.groups, sizes["M"])
+        raise engine_checks.left_over(op, options.groups, sizes["M"])
     checks.count(op, "near", options.near, minimum=0)
     favor_checks.reach(options.near, checks.count(op, "reach", options.reach))
     favor_checks.far(options.far, options.near, options.sinks)
     if inputs.far_sum is not None and not options.far:
-        raise own_checks.unasked(op, "far_sum", "far=False has no far field")
+        raise engine_checks.unasked(op, "far_sum", "far=False has no far field")
     if options.backend in ENGINES and (reason := _obstacle(options)):
         raise checks.engine_cannot(op, options.backend, reason)
     _options(sizes, options, options.scale, options.causal or options.near > 0)
@@ -185,7 +185,7 @@ def linear(op: str, inputs: LinearInputs, options: LinearOptions) -> Sizes:
     checks.choice(op, "feature_map", options.feature_map, tuple(ELEMENTWISE))
     _options(sizes, options, options.root, options.causal)
     if inputs.log_weight is not None and not ENGINES[options.backend].signed:
-        raise own_checks.unasked(
+        raise engine_checks.unasked(
             op, "log_weight", f"backend={options.backend!r} has no signed (trigonometric) features"
         )
     return sizes
@@ -213,36 +213,36 @@ def sparse(op: str, tensors: Mapping[str, Any], scale: float) -> Sizes:
     _together(op, tensors, ("q_code", "k_code"))
     for name in ("q_code", "k_code") if alike else ("alive",):
         if tensors[name] is not None:
-            raise own_checks.unasked(op, name, f"tiles look {'' if alike else 'un'}alike, as q_place says")
+            raise engine_checks.unasked(op, name, f"tiles look {'' if alike else 'un'}alike, as q_place says")
     checks.scale(op, scale, 1)
     if type(blocks) is Tensor and blocks.is_cpu:
-        own_checks.indices(op, "blocks", blocks, sizes["J"])
+        engine_checks.indices(op, "blocks", blocks, sizes["J"])
     return sizes
 
 
 def _together(op: str, tensors: Mapping[str, Tensor | None], *pairs: tuple[str, str]) -> None:
     for one, other in pairs:
         if (tensors[one] is None) != (tensors[other] is None):
-            raise own_checks.missing(op, one if tensors[one] is None else other)
+            raise engine_checks.missing(op, one if tensors[one] is None else other)
 
 
 def _past_of(op: str, far_sum: Tensor | None, causal: bool) -> None:
     """A state is what came before; without an order the engines would differ in what that means."""
     if far_sum is not None and not causal:
-        raise own_checks.unasked(op, "far_sum", "a state belongs to causal attention")
+        raise engine_checks.unasked(op, "far_sum", "a state belongs to causal attention")
 
 
 def _query_heads(sizes: Sizes) -> None:
     heads, key_heads = sizes["H"], sizes["K"]
     if isinstance(heads, int) and isinstance(key_heads, int) and heads % key_heads:
-        raise own_checks.ungrouped(sizes.op, heads, key_heads)
+        raise engine_checks.ungrouped(sizes.op, heads, key_heads)
 
 
 def _heads(sizes: Sizes) -> None:
     _query_heads(sizes)
     maps, key_heads = sizes["maps"], sizes["K"]
     if isinstance(maps, int) and isinstance(key_heads, int):
-        own_checks.choice(sizes.op, "heads of the map", maps, (1, key_heads))
+        engine_checks.choice(sizes.op, "heads of the map", maps, (1, key_heads))
 
 
 def _options(sizes: Sizes, options: FavorOptions | LinearOptions, scale: float, same_length: bool) -> None:
@@ -251,4 +251,4 @@ def _options(sizes: Sizes, options: FavorOptions | LinearOptions, scale: float, 
     checks.choice(sizes.op, "backend", options.backend, tuple(ENGINES))
     queries, keys = sizes["T"], sizes["S"]
     if same_length and isinstance(queries, int) and isinstance(keys, int) and queries != keys:
-        raise own_checks.other_length(sizes.op, queries, keys)
+        raise engine_checks.other_length(sizes.op, queries, keys)

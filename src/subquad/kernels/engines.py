@@ -1,13 +1,13 @@
 """The table of engines: what each of them can do, and why one cannot do a call.
 
-An engine is one file per operation (`favor/torch.py`, `linear/native.py`), where its `border_count`, `forward` and
-`backward` are, and one line here. It may have a `step`, one token of decoding; without it, steps are made of torch
-operations. The engine in C++ is the backend "cpu"; its files are called `native.py`.
+An engine is one file per operation (`favor/torch.py`, `linear/native.py`) with the functions of `EngineOperation`, and
+one line here. The engine in C++ is the backend "cpu"; its files are called `native.py`. Sparse attention has one
+engine, torch, within its operators.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,18 +19,39 @@ from subquad.kernels.favor import native as favor_native
 from subquad.kernels.favor import torch as favor_torch
 from subquad.kernels.linear import native as linear_native
 from subquad.kernels.linear import torch as linear_torch
+from subquad.kernels.problem import Gradients, Outputs, Saved
 
 AUTO = "auto"
 
 
+class EngineOperation(Protocol):
+    """What a module of one operation has. inputs, options: the two records of its `inputs.py`.
+
+    It may also have a `step`, one token of decoding, with the arguments of `favor/native.py` or `linear/native.py`;
+    without it, steps are made of torch operations.
+    """
+
+    def border_count(self, length: int, heads: int, num_features: int, options: Any) -> int:
+        """States that `forward` keeps for `backward`: the first size of `borders_max` and `borders_sum`."""
+        ...
+
+    def forward(self, inputs: Any, options: Any) -> Outputs:
+        """The output in the dtype of q, and what `backward` needs, of the sizes that `Outputs` says."""
+        ...
+
+    def backward(self, inputs: Any, options: Any, saved: Saved, want_map: bool) -> Gradients:
+        """By the names of the inputs; those of the feature map only if `want_map`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Engine:
-    """operations: a module for each; devices: by type, None for any; signed: features that may be negative;
+    """operations: an `EngineOperation` for each; devices: by type, None for any; signed: features that may be negative;
     reach: near blocks beyond the neighbours; without_far: exact attention alone;
     missing: why it cannot be used on this machine at all, or nothing."""
 
     name: str
-    operations: Mapping[str, Any]
+    operations: Mapping[str, EngineOperation]
     devices: tuple[str, ...] | None = None
     dtypes: tuple[torch.dtype, ...] = checks.FLOAT_DTYPES
     near: bool = True

@@ -21,7 +21,7 @@ class FieldState(NamedTuple):
     far_sum: Tensor
 
 
-class _Packing:
+class _ClusterRows:
     """Where tokens go. q_cluster `[B, H, T]`, k_cluster `[B, K, S]`; masked keys go nowhere."""
 
     def __init__(self, q_cluster: Tensor, k_cluster: Tensor, key_mask: Tensor | None, clusters: int) -> None:
@@ -96,12 +96,12 @@ def attend(
 ) -> tuple[Tensor, FieldState]:
     """Output `[B, H, T, Dv]`, and when causal the state after the last token. clusters: of q, of k, how many."""
     q_cluster, k_cluster, count = clusters
-    packing = _Packing(q_cluster, k_cluster, key_mask, count)
-    keys, values = packing.keys(k), packing.keys(v)
+    rows = _ClusterRows(q_cluster, k_cluster, key_mask, count)
+    keys, values = rows.keys(k), rows.keys(v)
     far = {} if state is None else {name: x.flatten(0, 2)[:, None] for name, x in state._asdict().items()}
     options = FavorOptions(near=0, sinks=0, scale=scale, gaussian=False, chunk=0, backend="auto")
-    tensors = packing.queries(q), keys, values
-    out, *far = favor_attention(*tensors, map, options, causal=causal, alive=packing.alive(), **far)
+    tensors = rows.queries(q), keys, values
+    out, *far = favor_attention(*tensors, map, options, causal=causal, alive=rows.alive(), **far)
     if causal:
         far = [x.view(*k.shape[:2], count, *x.shape[2:]) for x in far]
-    return packing.outputs(out, q), FieldState(*far)
+    return rows.outputs(out, q), FieldState(*far)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from subquad import checks
-from subquad.checks import favor as own_checks
+from subquad.checks import favor as favor_checks
 from subquad.features.positive import FeatureMap
 from subquad.kernels import engines
 from subquad.kernels.favor import operator as favor_operator
@@ -37,8 +37,8 @@ def make_options(
         scale=checks.scale("favor", scale, head_dim),
         chunk=checks.optional_count("favor", "chunk", chunk) or 0,
         backend=engines.backend("favor", backend),
-        reach=own_checks.reach(near, checks.count("favor", "reach", reach)),
-        far=own_checks.far(far, near, sinks),
+        reach=favor_checks.reach(near, checks.count("favor", "reach", reach)),
+        far=favor_checks.far(far, near, sinks),
     )
 
 

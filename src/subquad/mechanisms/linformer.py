@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad import checks
-from subquad.checks import linformer as own_checks
+from subquad.checks import linformer as linformer_checks
 from subquad.features.elementwise import ELEMENTWISE, at_least_tiny, by_largest
 from subquad.kernels.precision import without_autocast
 from subquad.mechanism import Mechanism, RandomFeatures, State, masked_softmax, repeat_heads
@@ -47,7 +47,7 @@ def linformer_attention(
     checks.qkv(name, q, k, v)
     checks.key_mask(name, key_mask, k)
     checks.right_padding(name, key_mask)
-    own_checks.matrices(e, f, k)
+    linformer_checks.matrices(e, f, k)
     scale = checks.scale(name, scale, q.shape[-1])
     k, v = (_real_only(x, key_mask) for x in (k, v))
     return _attend(q, _project(k, e), _project(v, f), scale)
@@ -125,19 +125,19 @@ class LinformerAttention(RandomFeatures, Mechanism):
     ) -> None:
         super().__init__()
         if max_length is None:
-            raise own_checks.no_max_length()
+            raise linformer_checks.no_max_length()
         self.head_dim = checks.count(self.name, "head_dim", head_dim)
         self.rank = checks.count(self.name, "rank", rank)
         self.max_length = checks.count(self.name, "max_length", max_length)
         self.num_heads = checks.optional_count(self.name, "num_heads", num_heads)
-        own_checks.choices(projection=(projection, PROJECTIONS), kernel=(kernel, KERNELS))
-        own_checks.choices(sharing=(sharing or "headwise", SHARINGS))
-        own_checks.options(projection, sharing, num_heads, seed)
+        linformer_checks.choices(projection=(projection, PROJECTIONS), kernel=(kernel, KERNELS))
+        linformer_checks.choices(sharing=(sharing or "headwise", SHARINGS))
+        linformer_checks.options(projection, sharing, num_heads, seed)
         self.projection, self.kernel, self.sharing = projection, kernel, sharing or "headwise"
         if projection in BLOCKWISE:
-            own_checks.whole_blocks(projection, rank, max_length)
+            linformer_checks.whole_blocks(projection, rank, max_length)
         if kernel == "linear":
-            own_checks.no_scale_in_linear(scale)
+            linformer_checks.no_scale_in_linear(scale)
         self.scale = checks.scale(self.name, scale, head_dim)
         self.seed = checks.seed(self.name, seed or 0)
         self._make_projections()
@@ -197,14 +197,14 @@ class LinformerAttention(RandomFeatures, Mechanism):
     def redraw(self, seed: int) -> None:
         """Another Gaussian projection, in place."""
         if self.weight is None:
-            raise own_checks.nothing_to_redraw(self.projection)
+            raise linformer_checks.nothing_to_redraw(self.projection)
         generator = torch.Generator("cpu").manual_seed(checks.seed(self.name, seed))
         drawn = torch.randn(self.weight.shape, generator=generator, dtype=torch.float64, device="cpu")
         self.weight.copy_(drawn * self.rank**-0.5)
 
     def check_heads(self, q: Tensor, k: Tensor) -> None:
-        own_checks.heads(self.num_heads, k)
-        own_checks.length(self.max_length, k)
+        linformer_checks.heads(self.num_heads, k)
+        linformer_checks.length(self.max_length, k)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None

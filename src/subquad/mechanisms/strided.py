@@ -5,7 +5,7 @@ from torch import Tensor
 
 from subquad import checks
 from subquad.checks import states
-from subquad.checks import strided as own_checks
+from subquad.checks import strided as strided_checks
 from subquad.kernels.precision import without_autocast
 from subquad.mechanism import Mechanism, State, masked_softmax, real_index
 from subquad.mechanisms import strided_state
@@ -59,7 +59,7 @@ def make_options(
 ) -> StridedOptions:
     checks.choice("strided", "pattern", pattern, PATTERNS)
     stride = checks.count("strided", "stride", stride)
-    own_checks.summary(pattern, stride, summary)
+    strided_checks.summary(pattern, stride, summary)
     if pattern == "strided":
         summary = 0
     elif summary is None:
