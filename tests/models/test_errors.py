@@ -44,6 +44,10 @@ ERRORS = {
         "SubquadConfig: positions='sinusoidal' needs an even hidden_size, got 15",
     ),
     "theta": (lambda: SubquadConfig(rope_theta=0.0), "SubquadConfig: rope_theta must be positive, got 0.0"),
+    "rotary share": (
+        lambda: SubquadConfig(rotary_share=1.5),
+        "SubquadConfig: rotary_share must be from 0 (nothing) to 1 (all), got 1.5",
+    ),
     "options that are no dict": (
         lambda: make(attention_options=[1, 2]),
         "SubquadConfig: each of attention_options must be a dict, got 1",

@@ -19,6 +19,13 @@ NN = (
         "second * self.cos - first * self.sin",
         "tests/nn/test_nn.py -k 'rotation'",
     ),
+    Mutant(
+        "low frequencies turn, high ones do not",
+        "nn/positions.py",
+        "angles[..., round(share * angles.shape[-1]) :] = 0",
+        "angles[..., : angles.shape[-1] - round(share * angles.shape[-1])] = 0",
+        "tests/nn/test_nn.py -k 'share_of_the_pairs'",
+    ),
     # nn/reversible.py
     Mutant(
         "dropout falls elsewhere when a reversible branch runs again",

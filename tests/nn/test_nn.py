@@ -130,6 +130,16 @@ def test_rotation_depends_on_differences_only() -> None:
     assert_close(rotation(torch.tensor([[0]]), 8)(q), q, 1e-12)
 
 
+def test_a_share_of_the_pairs_turns_those_of_the_highest_frequencies() -> None:
+    x, places = torch.randn(1, 2, 5, 8).double(), torch.arange(5)[None]
+    whole, half, none = (rotation(places, 8, share=share)(x) for share in (1.0, 0.5, 0.0))
+    turned = torch.tensor([0, 1, 4, 5])  # pairs are i and i + 4
+    assert torch.equal(half[..., turned], whole[..., turned])
+    assert torch.equal(half[..., turned + 2], x[..., turned + 2])
+    assert not torch.allclose(whole[..., turned + 2], x[..., turned + 2], atol=1e-3)
+    assert torch.equal(none, x)
+
+
 def test_sinusoids_are_the_papers() -> None:
     made = sinusoidal(torch.tensor([[0, 3]]), 4)[0]
     angles = torch.tensor([3.0, 3.0 * 10_000 ** (-0.5)])

@@ -46,6 +46,7 @@ from subquad.checks.options import (
     probability,
     scale,
     seed,
+    share,
 )
 from subquad.checks.tensors import (
     FLOAT_DTYPES,
@@ -114,6 +115,7 @@ __all__ = [
     "seed",
     "self_attention",
     "shape_of",
+    "share",
     "transformed",
     "weights",
 ]

@@ -40,6 +40,12 @@ def probability(op: str, name: str, value: Any) -> float:
     return float(value)
 
 
+def share(op: str, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:  # nor NaN
+        raise ConfigError(f"{op}: {name} must be from 0 (nothing) to 1 (all), got {value!r}")
+    return float(value)
+
+
 def choice(op: str, name: str, value: Any, choices: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"{op}: {name} must be one of {', '.join(choices)}, got {value!r}{guess(value, choices)}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from subquad import checks as common
 from subquad import files
 from subquad.checks import bench as bench_checks
 from subquad.checks import cli as checks
@@ -46,6 +47,7 @@ def recall(
     features: Annotated[int, typer.Option(help="Features of the rows that have any.")] = FEATURES,
     near: Annotated[int, typer.Option(help="Tokens in a near block of favor.")] = NEAR,
     positions: Annotated[str, typer.Option(help="rotary, sinusoidal or none, in every model.")] = "rotary",
+    rotary_share: Annotated[float, typer.Option(help="Share of the numbers that rotary positions turn.")] = 1.0,
     short_conv: Annotated[int, typer.Option(help="Taps of the models' short convolutions; 0 for none.")] = 4,
     redraw_every: Annotated[int, typer.Option(help="Steps between fresh random features; 0 never.")] = 0,
     quick: Annotated[
@@ -82,6 +84,7 @@ def recall(
         shape=Shape(
             short_conv=short_conv,
             positions=positions,
+            rotary_share=common.share("bench recall", "--rotary-share", rotary_share),
             features=checks.count("--features", features),
             near=checks.count("--near", near),
         ),

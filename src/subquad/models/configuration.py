@@ -35,6 +35,8 @@ class SubquadConfig(PreTrainedConfig):
         num_key_value_heads: fewer than `num_attention_heads` for grouped-query attention; None for as many.
         positions: "rotary" (queries and keys are rotated before any feature map), "sinusoidal", "learned" (up to
             `max_position_embeddings`, an error beyond) or "none".
+        rotary_share: of the pairs of numbers that rotary positions turn, those of the highest frequencies; the others
+            compare tokens wherever they stand, also at lengths that were never trained on.
         max_position_embeddings: the longest sequence, for learned positions and for attention bound to a length
             (`max_length` of linformer).
         mlp: "gated" or "plain".
@@ -65,6 +67,7 @@ class SubquadConfig(PreTrainedConfig):
     attention_options: dict[str, Any] | list[dict[str, Any]] | None = None
     positions: str = "rotary"
     rope_theta: float = 10_000.0
+    rotary_share: float = 1.0
     max_position_embeddings: int = 8192
     mlp: str = "gated"
     hidden_act: str = "silu"
@@ -98,6 +101,7 @@ class SubquadConfig(PreTrainedConfig):
         checks.choice(op, "mlp", self.mlp, MLPS)
         checks.choice(op, "hidden_act", self.hidden_act, tuple(ACTIVATIONS))
         checks.probability(op, "dropout", self.dropout)
+        checks.share(op, "rotary_share", self.rotary_share)
         models.position_settings(self.positions, self.hidden_size, self.rope_theta, self.norm_eps)
         models.even_head_dim(self.positions, self.head_size)
         models.layer_lists(self.attention, self.attention_options, self.num_hidden_layers)

@@ -12,7 +12,17 @@ from subquad.features.buffers import LayerFeatures
 from subquad.mechanism import Mechanism, RandomFeatures
 from subquad.models.cache import SubquadCache
 from subquad.models.configuration import SubquadConfig
-from subquad.nn import Block, Context, SelfAttention, ShortConvolution, layer_seed, reversible, rotation, sinusoidal
+from subquad.nn import (
+    Block,
+    Context,
+    Rotation,
+    SelfAttention,
+    ShortConvolution,
+    layer_seed,
+    reversible,
+    rotation,
+    sinusoidal,
+)
 
 
 class SubquadPreTrainedModel(PreTrainedModel):
@@ -112,11 +122,16 @@ class SubquadModel(SubquadPreTrainedModel):
         key_mask = checks.model_mask(attention_mask, x, 0 if cache is None else cache.get_seq_length())
         positions = self._positions(x, key_mask, position_ids, cache)
         x = self.dropout(self._place(x, positions))
-        rotary = self.config.positions == "rotary"
-        turn = rotation(positions, self.config.head_size, self.config.rope_theta) if rotary else None
+        turn = self._rotation(positions)
         x, hidden = self._run(x, Context(bool(self.config.causal), key_mask, turn), cache, bool(output_hidden_states))
         out = BaseModelOutputWithPast(cast(Any, x), cache, cast(Any, hidden))
         return out if return_dict is not False else out.to_tuple()
+
+    def _rotation(self, positions: Tensor) -> Rotation | None:
+        config = self.config
+        if config.positions != "rotary":
+            return None
+        return rotation(positions, config.head_size, config.rope_theta, config.rotary_share)
 
     def _cache(self, given: SubquadCache | None, use_cache: bool | None) -> SubquadCache | None:
         if given is None and not use_cache:

@@ -19,9 +19,16 @@ class Rotation(NamedTuple):
         return turned.to(x.dtype)
 
 
-def rotation(positions: Tensor, head_dim: int, base: float = 10_000.0) -> Rotation:
-    """Rotary embedding (Su et al. 2021) for positions `[B or 1, T]`; computed once, used by every layer."""
-    angles = _angles(positions, head_dim, base)[:, None]
+def rotation(positions: Tensor, head_dim: int, base: float = 10_000.0, share: float = 1.0) -> Rotation:
+    """Rotary embedding (Su et al. 2021) for positions `[B or 1, T]`; computed once, used by every layer.
+
+    share: of the pairs of numbers that turn, those with the highest frequencies. The others say what a token is
+    wherever it stands, and there are no angles of low frequencies that only longer sequences than those of the training
+    bring (Barbero et al. 2024).
+    """
+    angles = _angles(positions, head_dim, base)
+    angles[..., round(share * angles.shape[-1]) :] = 0
+    angles = angles[:, None]
     return Rotation(angles.cos().float(), angles.sin().float())
 
 

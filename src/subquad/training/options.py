@@ -81,6 +81,7 @@ class TrainOptions:
         None
     )
     positions: Annotated[str, Option("rotary, sinusoidal, learned or none.", MODEL)] = "rotary"
+    rotary_share: Annotated[float, Option("Share of the numbers that rotary positions turn.", MODEL)] = 1.0
     mlp: str = "gated"
     dropout: Annotated[float, Option("Dropout of residual branches.", MODEL)] = 0.0
     reversible: Annotated[bool, Option("Rebuild activations in backward instead of keeping them.", MODEL)] = False
@@ -154,6 +155,7 @@ class TrainOptions:
             attention=self.attention,
             attention_options=self.attention_options,
             positions=self.positions,
+            rotary_share=self.rotary_share,
             max_position_embeddings=length,
             mlp=self.mlp,
             dropout=self.dropout,

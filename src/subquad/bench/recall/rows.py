@@ -26,6 +26,7 @@ class Shape:
     short_conv: int = 4
     qk_norm: bool = False
     positions: str = "rotary"
+    rotary_share: float = 1.0
     features: int = 128
     near: int = 16
     sinks: int = 4
@@ -57,6 +58,7 @@ class Row:
             short_conv=shape.short_conv,
             qk_norm=shape.qk_norm,
             positions=shape.positions,
+            rotary_share=shape.rotary_share,
             attention=self.attention if reference is None else NOTHING,
             attention_options=self.options(shape),
         )
