@@ -14,10 +14,11 @@ import subquad
 from fitted import brief
 from subquad import FavorAttention
 from subquad.calibration import CalibrationReport, LayerReport, training
-from subquad.calibration.fitting import split
+from subquad.calibration.fitting import DRAWS, split
 from subquad.calibration.training import _far_mass, start_features, train_features
 from subquad.errors import CalibrationError, UncalibratedWarning
 from subquad.features import Proposal
+from subquad.features.draws import derived_seed
 from subquad.features.learned import SHARPNESS, HedgehogFeatures
 from subquad.features.positive import draw_rows
 from subquad.models import SubquadConfig, SubquadForCausalLM
@@ -126,6 +127,20 @@ def test_enough_features_are_found_by_measuring() -> None:
     stricter = layer()
     subquad.calibrate(stricter, easy, num_features="auto", target=0.1)
     assert stricter.num_features > attention.num_features
+
+
+def test_the_draws_that_decide_on_the_number_follow_from_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    redraw, seeds = FavorAttention.redraw, []
+
+    def recorded(attention: FavorAttention, seed: int) -> None:
+        seeds.append(seed)
+        redraw(attention, seed)
+
+    monkeypatch.setattr(FavorAttention, "redraw", recorded)
+    given = {"num_features": "auto", "target": 0.9, "cap": 32, "progress": False}
+    subquad.calibrate(layer(), batches(), seed=5, **given)
+    of_layer = derived_seed(5, 0)
+    assert seeds == [derived_seed(of_layer, draw) for draw in range(1, DRAWS)]
 
 
 def test_what_cannot_be_reached_is_refused_and_changes_nothing() -> None:

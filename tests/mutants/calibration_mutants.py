@@ -13,6 +13,13 @@ CALIBRATION = (
     ),
     # calibration/fitting.py
     Mutant(
+        "draws that decide on the number of features do not follow from the seed",
+        "calibration/fitting.py",
+        "derived_seed(seed, draw)",
+        "derived_seed(draw, seed)",
+        "tests/calibration/test_calibration.py -k 'follow_from_the_seed'",
+    ),
+    Mutant(
         "a target without a margin",
         "calibration/fitting.py",
         "settings.target / MARGIN",
