@@ -18,7 +18,49 @@ KERNELS_CPU = (
         "return 1 if heads >= 3 * threads",
         "tests/kernels/cpu/test_call.py -k 'as_much_to_do'",
     ),
+    Mutant(
+        "a plain step takes as many keys as come",
+        "kernels/cpu/call.py",
+        "q[2] == k[2] == v[2] == 1 and k[1]",
+        "q[2] == 1 and k[1]",
+        "tests/kernels/cpu/test_step.py",
+    ),
     # kernels/cpu/gate.py
+    Mutant(
+        "gate: a step's tensors are not looked at",
+        "kernels/cpu/gate.py",
+        "found += [pointer.to(tensor) for pointer, tensor in zip(self._kept, kept, strict=True)]",
+        "found += [tensor.data_ptr() for tensor in kept]",
+        "tests/kernels/cpu/test_gate.py -k 'step'",
+    ),
+    Mutant(
+        "gate: a step may have no length",
+        "kernels/cpu/gate.py",
+        "self._length.to(cast(Tensor, length)) if self._has_positions else None",
+        "None if length is None else self._length.to(length)",
+        "tests/kernels/cpu/test_gate.py -k 'step'",
+    ),
+    Mutant(
+        "gate: a step's maps were looked at once",
+        "kernels/cpu/gate.py",
+        'elif tensor is not before or pointer.name != "key":',
+        "elif tensor is not before:",
+        "tests/kernels/cpu/test_gate.py -k 'step'",
+    ),
+    Mutant(
+        "gate: a step's inputs may be absent in any way",
+        "kernels/cpu/gate.py",
+        "            self._check_absent(absent)\n",
+        "",
+        "tests/kernels/cpu/test_gate.py -k 'step'",
+    ),
+    Mutant(
+        "new sums are written where maxima belong",
+        "kernels/cpu/gate.py",
+        "written[self._first + place] = made.data_ptr()",
+        "written[place] = made.data_ptr()",
+        "tests/kernels/cpu/test_step.py tests/kernels/test_linear.py -k 'same or cpu'",
+    ),
     Mutant(
         "gate: any dtype",
         "kernels/cpu/gate.py",
@@ -113,7 +155,7 @@ KERNELS_CPU = (
     Mutant(
         "gate: features beyond the dims",
         "kernels/cpu/gate.py",
-        'if tensors.get("query") is None and',
+        "if without_map and",
         "if False and",
         "tests/kernels/cpu/test_gate.py -k 'as_many_features'",
     ),
@@ -176,7 +218,7 @@ KERNELS_CPU = (
     Mutant(
         "names that were enough once are enough for all",
         "kernels/cpu/gate.py",
-        "        found = (kind, needed, *given)\n",
+        "        found = (kind, *given)\n",
         "        found = (kind,)\n",
         "tests/kernels/cpu/test_gate.py",
     ),
@@ -574,10 +616,10 @@ KERNELS_CPU = (
     ),
     # kernels/cpu/step.py
     Mutant(
-        "a plain step takes as many keys as come",
+        "a plain step forgets that there may be more tokens",
         "kernels/cpu/step.py",
-        "return q.shape[2] == k.shape[2] == 1 and k.shape[1] > 0",
-        "return q.shape[2] == 1 and k.shape[1] > 0",
+        " and q.shape[2] == 1",
+        "",
         "tests/kernels/cpu/test_step.py",
     ),
     Mutant(

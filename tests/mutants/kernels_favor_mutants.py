@@ -79,9 +79,16 @@ KERNELS_FAVOR = (
     Mutant(
         "gate: negative lengths",
         "kernels/favor/native.py",
-        '    checks.lengths(gate.OP, "length", lengths, MOST_TOKENS)\n',
-        "",
+        "if not 0 <= before < MOST_TOKENS:",
+        "if False:",
         "tests/kernels/cpu/test_gate.py -k 'step_looks'",
+    ),
+    Mutant(
+        "a step folds when the first sequence does",
+        "kernels/favor/native.py",
+        "fold = fold or (before + 1) % near == 0",
+        "fold = (before + 1) % near == 0",
+        "tests/mechanisms/test_contract.py -k 'favor-near and masked_extend'",
     ),
     # kernels/favor/operator.py
     Mutant(

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from subquad import errors, reorder_state, state_bytes
 from subquad.kernels import convolution as convolution_kernel
-from subquad.kernels.cpu import gate, library
+from subquad.kernels.cpu import library
+from subquad.kernels.cpu.convolution import convolution_plan
 from subquad.models import SubquadConfig
 from subquad.nn import Context, LayerState, SelfAttention, ShortConvolution
 from subquad.testing import assert_close
@@ -352,7 +353,7 @@ def test_threads_change_no_bit() -> None:
 
 @pytest.mark.skipif(not library.AVAILABLE, reason="there is no C++ engine")
 def test_the_gate_lets_nothing_else_through() -> None:
-    plan, x, taps = gate.convolution_plan(2, 5, 3, 4, True), torch.zeros(2, 5, 3), torch.zeros(4, 3)
+    plan, x, taps = convolution_plan(2, 5, 3, 4, True), torch.zeros(2, 5, 3), torch.zeros(4, 3)
     wrong = {
         "dtype": {"x": x.double()},
         "shape": {"x": x[:, :4]},
@@ -367,7 +368,7 @@ def test_the_gate_lets_nothing_else_through() -> None:
             pytest.fail(f"{what}: {plan.problem(1, **{'x': x, 'taps': taps, **tensors})}")
     for numbers_ in ((0, 5, 3, 4), (2, 0, 3, 4), (2, 5, 0, 4), (2, 5, 3, 0), (2, 2**41, 3, 4)):
         with pytest.raises(errors.SubquadError):
-            gate.convolution_plan(*numbers_, True)
+            convolution_plan(*numbers_, True)
 
 
 def test_nothing_to_convolve() -> None:
