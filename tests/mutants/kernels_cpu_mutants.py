@@ -25,6 +25,14 @@ KERNELS_CPU = (
         "q[2] == 1 and k[1]",
         "tests/kernels/cpu/test_step.py",
     ),
+    # kernels/cpu/convolution.py
+    Mutant(
+        "a convolution's step has any number of parts",
+        "kernels/cpu/convolution.py",
+        'checks.number(OP, "second", second, len(parts) - 1, COUNT)',
+        "pass",
+        "tests/nn/test_short_convolution.py -k 'gate_lets_nothing'",
+    ),
     # kernels/cpu/gate.py
     Mutant(
         "gate: a step's tensors are not looked at",
@@ -308,6 +316,20 @@ KERNELS_CPU = (
         "c.dtaps + task * c.width * c.channels",
         "c.dtaps + task % parts * c.width * c.channels",
         "tests/nn/test_short_convolution.py -k 'both_engines'",
+    ),
+    Mutant(
+        "a convolved token is remembered in the wrong place",
+        "kernels/cpu/src/convolution.hpp",
+        "kept + (past - 1) * E);",
+        "kept);",
+        "tests/nn/test_short_convolution.py -k 'token_by_token'",
+    ),
+    Mutant(
+        "the second part of a token is convolved like the first",
+        "kernels/cpu/src/convolution.hpp",
+        "convolve_channels(c, b, c.first, c.second,",
+        "convolve_channels(c, b, 0, c.second,",
+        "tests/nn/test_short_convolution.py -k 'token_by_token'",
     ),
     # kernels/cpu/src/exact.hpp
     Mutant(
