@@ -84,11 +84,11 @@ KERNELS_FAVOR = (
         "tests/kernels/cpu/test_gate.py -k 'step_looks'",
     ),
     Mutant(
-        "a step folds when the first sequence does",
+        "a step writes into the caller's sinks",
         "kernels/favor/native.py",
-        "fold = fold or (before + 1) % near == 0",
-        "fold = (before + 1) % near == 0",
-        "tests/mechanisms/test_contract.py -k 'favor-near and masked_extend'",
+        "sink = sink or before < options.sinks",
+        "sink = before < options.sinks",
+        "tests/kernels/cpu/test_step.py -k 'of_their_own'",
     ),
     # kernels/favor/operator.py
     Mutant(

@@ -166,3 +166,20 @@ def test_learned_maps_in_half_precision_are_plain_steps(monkeypatch: pytest.Monk
         want, _ = mechanism.extend(*call)
         monkeypatch.setattr(Mechanism, "check_extend", None)
         assert torch.equal(mechanism.extend(*call)[0], want)
+
+
+def test_sequences_have_positions_of_their_own() -> None:
+    """One ends a block and the other is amid one, or among the sinks; what the caller has stays as it is."""
+    mechanism = FavorAttention(8, 16, near=4, sinks=2)
+    q, k, v, state = one_token(mechanism)
+    with torch.no_grad():
+        for lengths in ([11, 9], [9, 11], [1, 9], [9, 1]):
+            mixed = type(state)(*(t.clone() for t in state._replace(length=torch.tensor(lengths))))
+            before = [t.clone() for t in mixed]
+            out, after = mechanism.extend(q, k, v, mixed)
+            assert all(map(torch.equal, mixed, before))
+            for i in (0, 1):
+                one = slice(i, i + 1)
+                want, alone = mechanism.extend(q[one], k[one], v[one], type(state)(*(t[one] for t in mixed)))
+                assert torch.equal(out[one], want)
+                assert all(torch.equal(a[one], b) for a, b in zip(after, alone, strict=True))
