@@ -18,7 +18,50 @@ KERNELS_CPU = (
         "return 1 if heads >= 3 * threads",
         "tests/kernels/cpu/test_call.py -k 'as_much_to_do'",
     ),
+    Mutant(
+        "a plain step takes as many keys as come",
+        "kernels/cpu/call.py",
+        "q[2] == k[2] == v[2] == 1 and k[1]",
+        "q[2] == 1 and k[1]",
+        "tests/kernels/cpu/test_step.py",
+    ),
+    # kernels/cpu/convolution.py
+    Mutant(
+        "a convolution's step has any number of parts",
+        "kernels/cpu/convolution.py",
+        'checks.number(OP, "second", second, len(parts) - 1, COUNT)',
+        "pass",
+        "tests/nn/test_short_convolution.py -k 'gate_lets_nothing'",
+    ),
     # kernels/cpu/gate.py
+    Mutant(
+        "gate: a step's tensors are not looked at",
+        "kernels/cpu/gate.py",
+        "found += [pointer.to(tensor) for pointer, tensor in zip(self._kept, kept, strict=True)]",
+        "found += [tensor.data_ptr() for tensor in kept]",
+        "tests/kernels/cpu/test_gate.py -k 'step'",
+    ),
+    Mutant(
+        "gate: a step may have no length",
+        "kernels/cpu/gate.py",
+        "self._length.to(cast(Tensor, length)) if self._has_positions else None",
+        "None if length is None else self._length.to(length)",
+        "tests/kernels/cpu/test_gate.py -k 'step'",
+    ),
+    Mutant(
+        "gate: a step's maps were looked at once",
+        "kernels/cpu/gate.py",
+        'elif tensor is not before or pointer.name != "key":',
+        "elif tensor is not before:",
+        "tests/kernels/cpu/test_gate.py -k 'step'",
+    ),
+    Mutant(
+        "gate: a step's inputs may be absent in any way",
+        "kernels/cpu/gate.py",
+        "            self._check_absent(absent)\n",
+        "",
+        "tests/kernels/cpu/test_gate.py -k 'step'",
+    ),
     Mutant(
         "gate: any dtype",
         "kernels/cpu/gate.py",
@@ -113,7 +156,7 @@ KERNELS_CPU = (
     Mutant(
         "gate: features beyond the dims",
         "kernels/cpu/gate.py",
-        'if tensors.get("query") is None and',
+        "if without_map and",
         "if False and",
         "tests/kernels/cpu/test_gate.py -k 'as_many_features'",
     ),
@@ -176,7 +219,7 @@ KERNELS_CPU = (
     Mutant(
         "names that were enough once are enough for all",
         "kernels/cpu/gate.py",
-        "        found = (kind, needed, *given)\n",
+        "        found = (kind, *given)\n",
         "        found = (kind,)\n",
         "tests/kernels/cpu/test_gate.py",
     ),
@@ -266,6 +309,20 @@ KERNELS_CPU = (
         "c.dtaps + task * c.width * c.channels",
         "c.dtaps + task % parts * c.width * c.channels",
         "tests/nn/test_short_convolution.py -k 'both_engines'",
+    ),
+    Mutant(
+        "a convolved token is remembered in the wrong place",
+        "kernels/cpu/src/convolution.hpp",
+        "kept + (past - 1) * E);",
+        "kept);",
+        "tests/nn/test_short_convolution.py -k 'token_by_token'",
+    ),
+    Mutant(
+        "the second part of a token is convolved like the first",
+        "kernels/cpu/src/convolution.hpp",
+        "convolve_channels(c, b, c.first, c.second,",
+        "convolve_channels(c, b, 0, c.second,",
+        "tests/nn/test_short_convolution.py -k 'token_by_token'",
     ),
     # kernels/cpu/src/exact.hpp
     Mutant(
@@ -573,13 +630,6 @@ KERNELS_CPU = (
         "tests/kernels/cpu/test_workers.py -k no_memory",
     ),
     # kernels/cpu/step.py
-    Mutant(
-        "a plain step takes as many keys as come",
-        "kernels/cpu/step.py",
-        "return q.shape[2] == k.shape[2] == 1 and k.shape[1] > 0",
-        "return q.shape[2] == 1 and k.shape[1] > 0",
-        "tests/kernels/cpu/test_step.py",
-    ),
     Mutant(
         "a plain step forgets forward-mode derivatives",
         "kernels/cpu/step.py",

@@ -79,9 +79,16 @@ KERNELS_FAVOR = (
     Mutant(
         "gate: negative lengths",
         "kernels/favor/native.py",
-        '    checks.lengths(gate.OP, "length", lengths, MOST_TOKENS)\n',
-        "",
+        "if not 0 <= before < MOST_TOKENS:",
+        "if False:",
         "tests/kernels/cpu/test_gate.py -k 'step_looks'",
+    ),
+    Mutant(
+        "a step writes into the caller's sinks",
+        "kernels/favor/native.py",
+        "sink = sink or before < options.sinks",
+        "sink = before < options.sinks",
+        "tests/kernels/cpu/test_step.py -k 'of_their_own'",
     ),
     # kernels/favor/operator.py
     Mutant(

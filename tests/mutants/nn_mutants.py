@@ -52,8 +52,8 @@ NN = (
     Mutant(
         "the state of a layer loses what its convolutions remember",
         "nn/self_attention.py",
-        "extend(torch.cat(qk, -1), recent, key_mask",
-        "extend(torch.cat(qk, -1), None, key_mask",
+        "extend_parts(qk, recent, key_mask",
+        "extend_parts(qk, None, key_mask",
         "tests/models/test_models.py -k 'piece_by_piece'",
     ),
     Mutant(
@@ -78,6 +78,20 @@ NN = (
         "tests/models/test_calibrated.py -k 'come_back and hedgehog or fresh'",
     ),
     # nn/short_convolution.py
+    Mutant(
+        "one token takes the engine's way though it is masked",
+        "nn/short_convolution.py",
+        "if key_mask is None and type(recent) is Tensor and parts[0].shape[1] == 1:",
+        "if type(recent) is Tensor and parts[0].shape[1] == 1:",
+        "tests/nn/test_short_convolution.py -k 'engines_way'",
+    ),
+    Mutant(
+        "a token's convolution forgets its gradients",
+        "kernels/convolution.py",
+        "if torch.is_grad_enabled() or parts[0].dtype",
+        "if parts[0].dtype",
+        "tests/nn/test_short_convolution.py -k 'engines_way'",
+    ),
     Mutant(
         "a short convolution takes padding for a neighbour",
         "nn/short_convolution.py",

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from subquad import errors, reorder_state, state_bytes
 from subquad.kernels import convolution as convolution_kernel
-from subquad.kernels.cpu import gate, library
+from subquad.kernels.cpu import library
+from subquad.kernels.cpu.convolution import convolution_plan, convolution_step_plan
 from subquad.models import SubquadConfig
 from subquad.nn import Context, LayerState, SelfAttention, ShortConvolution
 from subquad.testing import assert_close
@@ -372,7 +373,7 @@ def test_threads_change_no_bit() -> None:
 
 @pytest.mark.skipif(not library.AVAILABLE, reason="there is no C++ engine")
 def test_the_gate_lets_nothing_else_through() -> None:
-    plan, x, taps = gate.convolution_plan(2, 5, 3, 4, True), torch.zeros(2, 5, 3), torch.zeros(4, 3)
+    plan, x, taps = convolution_plan(2, 5, 3, 4, True), torch.zeros(2, 5, 3), torch.zeros(4, 3)
     wrong = {
         "dtype": {"x": x.double()},
         "shape": {"x": x[:, :4]},
@@ -387,7 +388,61 @@ def test_the_gate_lets_nothing_else_through() -> None:
             pytest.fail(f"{what}: {plan.problem(1, **{'x': x, 'taps': taps, **tensors})}")
     for numbers_ in ((0, 5, 3, 4), (2, 0, 3, 4), (2, 5, 0, 4), (2, 5, 3, 0), (2, 2**41, 3, 4)):
         with pytest.raises(errors.SubquadError):
-            gate.convolution_plan(*numbers_, True)
+            convolution_plan(*numbers_, True)
+
+
+@pytest.mark.skipif(not library.AVAILABLE, reason="there is no C++ engine")
+def test_the_gate_lets_nothing_else_through_to_a_step() -> None:
+    plan = convolution_step_plan(2, (3, 5), 4, 8.0)
+    right = [torch.zeros(8, 1, 4), torch.zeros(2, 3, 8), torch.zeros(2, 1, 3), torch.zeros(2, 1, 5)]
+    plan.problem(right[0], right[1], right[2:])
+    for place, tensor in enumerate(right):
+        for odd in (tensor.double(), tensor[:1], tensor[None], torch.stack([tensor, tensor], -1)[..., 0], None):
+            weight, recent, *parts = [*right[:place], odd, *right[place + 1 :]]
+            with pytest.raises(errors.SubquadError, match="cpu engine: "):
+                plan.problem(weight, recent, parts)  # pyright: ignore[reportArgumentType]
+    for wrong in ((0, (3,), 4, 8.0), (2, (0,), 4, 8.0), (2, (3, 0), 4, 8.0), (2, (3,), 0, 8.0), (2, (3,), 4, 0.0)):
+        with pytest.raises(errors.SubquadError):
+            convolution_step_plan(*wrong)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("channels", [(5,), (16, 9)], ids=str)
+def test_token_by_token_in_float32(channels: tuple[int, ...], width: int, batch: int, engine: str) -> None:
+    """What is kept is the inputs, and in C++ the outputs are those of the whole, to the bit."""
+    layer = convolution(sum(channels), width).float()
+    x, recent, outs = numbers(batch, 9, sum(channels)).detach().float(), None, []
+    with torch.no_grad():
+        whole = layer(x, causal=True)
+        for t in range(9):
+            before = None if recent is None else recent.clone()
+            parts = [part.contiguous() for part in x[:, t : t + 1].split(channels, -1)]
+            out, new = layer.extend_parts(parts, recent)
+            assert before is None or recent is None or torch.equal(recent, before)
+            recent = new
+            outs.append(torch.cat(out, -1))
+            seen = torch.cat([torch.zeros(batch, width - 1, sum(channels)), x[:, : t + 1]], 1)
+            assert torch.equal(recent, seen[:, seen.shape[1] - width + 1 :])
+    assert_close(torch.cat(outs, 1), whole, 1e-6)
+    if engine == "cpu" and width > 1:
+        assert torch.equal(torch.cat(outs, 1)[:, 1:], whole[:, 1:])  # the first has no past yet
+
+
+@pytest.mark.skipif(not library.AVAILABLE, reason="there is no C++ engine")
+def test_what_takes_the_engines_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, taken = convolution(4, 3).float(), []
+    call = convolution_kernel.call.engine()
+    monkeypatch.setattr(library, "LOADED", call._replace(convolve_step=lambda *_: taken.append(1)))
+    x, recent = torch.randn(2, 1, 4), torch.randn(2, 2, 4)
+    with torch.no_grad():
+        layer.extend(x, recent.transpose(0, 1).contiguous().transpose(0, 1))
+        assert len(taken) == 1
+        layer.extend(x, recent, key_mask=torch.ones(2, 1, dtype=torch.bool))
+        layer.extend(torch.randn(2, 2, 4), recent)
+        layer.bfloat16().extend(x.bfloat16(), recent.bfloat16())
+    layer.float().extend(x, recent)[0].sum().backward()
+    assert len(taken) == 1
 
 
 def test_nothing_to_convolve() -> None:

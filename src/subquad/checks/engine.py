@@ -50,12 +50,6 @@ def choice(op: str, name: str, value: int, choices: Sequence[int]) -> None:
         raise ConfigError(f"{op}: {name} must be {' or '.join(map(str, choices))}, got {value}")
 
 
-def lengths(op: str, name: str, values: Sequence[int], limit: int) -> None:
-    for value in values:
-        if not 0 <= value < limit:
-            raise ShapeError(f"{op}: {name} counts tokens, so it must lie between 0 and {limit - 1}, got {value}")
-
-
 def no_transforms(*tensors: Tensor | None) -> None:
     """The operators have gradients for torch.autograd; under other transforms torch would silently return zeros."""
     if torch.compiler.is_compiling():
@@ -117,6 +111,17 @@ def not_plain(op: str, name: str, tensor: object) -> SubquadError:
     if isinstance(tensor, Tensor):
         return BackendError(f"{op}: {name} is a {type(tensor).__name__}, which has no numbers that C++ could read")
     return DtypeError(f"{op}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
+
+
+def wrong_length(op: str, name: str, value: int, limit: int) -> ShapeError:
+    return ShapeError(f"{op}: {name} counts tokens, so it must lie between 0 and {limit - 1}, got {value}")
+
+
+def not_one_token(op: str, dtype: torch.dtype, shapes: Sequence[torch.Size]) -> ShapeError:
+    got = ", ".join(str(list(shape)) for shape in shapes)
+    return ShapeError(
+        f"{op}: q, k and v must be [batch, heads, 1, dim], got {got} in {str(dtype).removeprefix('torch.')}"
+    )
 
 
 def missing(op: str, name: str) -> ShapeError:

@@ -39,8 +39,11 @@ class LayerFeatures(Float32Buffers, ABC):
         return self.feature_map
 
     def feature_map_of_step(self, dtype: torch.dtype) -> "FeatureMap":
-        """The same for one token in float32 or less, by plain tensors on a CPU: as quickly as may be."""
-        return self.feature_map_for(dtype)
+        """The same for one token in float32 or less, on a CPU: dense and float32, as engines want it, and soon."""
+        made = self.feature_map_for(dtype)
+        return made._replace(
+            **{name: x.float().contiguous() for name, x in made._asdict().items() if isinstance(x, Tensor)}
+        )
 
     @abstractmethod
     def reset_parameters(self) -> None:

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from subquad import checks
+from subquad.errors import SubquadError
 from subquad.kernels.cpu import call, gate, library
+from subquad.kernels.cpu.convolution import convolution_plan, convolution_step_plan
 
 TILE = 1 << 16  # numbers done at once in torch: every tap finds its tile in the cache
 
@@ -58,20 +60,44 @@ class _Convolution(torch.autograd.Function):
         return dx, _tap_gradients(grad_out, x, there) if wants_taps else None, None
 
 
+def next_token(
+    parts: Sequence[Tensor], recent: Tensor, weight: Tensor, rate: float
+) -> tuple[tuple[Tensor, ...], Tensor] | None:
+    """One token more of a causal convolution by the C++ engine: to the bit what `convolve` makes of the whole there.
+
+    parts: the token's channels `[B, 1, ..]`, in one tensor or two. recent `[B, W - 1, E]`: inputs before it, the oldest
+    first. Taps are rate * weight `[E, 1, W]`. None if there are gradients, or the engine does not take these tensors.
+    """
+    if torch.is_grad_enabled() or parts[0].dtype is not torch.float32 or not _may_be_native():
+        return None
+    channels = tuple([part.shape[-1] for part in parts])
+    try:
+        plan = convolution_step_plan(len(parts[0]), channels, weight.shape[-1], rate)
+        given, (recent, *out) = plan.problem(weight, recent.contiguous(), parts)
+    except SubquadError:
+        return None
+    call.engine().convolve_step(ctypes.byref(given))
+    return tuple(out), recent
+
+
 # C++ ------------------------------------------------------------------------------------------------------------------
 
 
 def _is_native(*tensors: Tensor) -> bool:
     """float32 on a CPU, and nothing that only looks like it (traced, transformed, fake)."""
-    if not library.AVAILABLE or torch.compiler.is_compiling() or checks.transformed() or checks.forward_mode():
-        return False
-    return all(
+    return _may_be_native() and all(
         x.dtype is torch.float32 and x.is_cpu and x.numel() > 0 and not gate.has_own_operations(x) for x in tensors
     )
 
 
+def _may_be_native() -> bool:
+    """Whatever the tensors are."""
+    traced = torch.compiler.is_compiling() or checks.transformed() or checks.forward_mode()
+    return library.AVAILABLE and not traced
+
+
 def _native(x: Tensor, taps: Tensor, grad: Tensor | None, causal: bool, wanted: tuple[str, ...]) -> dict[str, Tensor]:
-    plan = gate.convolution_plan(*x.shape, len(taps), causal)
+    plan = convolution_plan(*x.shape, len(taps), causal)
     made = {name: plan.new(name) for name in wanted}
     grad = None if grad is None else grad.contiguous()
     given = plan.problem(torch.get_num_threads(), x=x.contiguous(), taps=taps.contiguous(), grad=grad, **made)

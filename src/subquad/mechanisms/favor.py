@@ -6,6 +6,7 @@ sinks=0` is the estimator of the paper. Blocks and sinks are counted in real tok
 """
 
 import warnings
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from subquad import checks
 from subquad.checks import favor as favor_checks
 from subquad.checks import states
 from subquad.errors import UncalibratedWarning
+from subquad.features.buffers import LayerFeatures
 from subquad.features.drawn import DRAWN, FITTED, DrawnFeatures
 from subquad.features.draws import check_coupling
 from subquad.features.learned import LEARNED, ExponentialFeatures, HedgehogFeatures, learned_features
@@ -280,7 +282,8 @@ class FavorAttention(RandomFeatures, Mechanism):
     ) -> tuple[Tensor, FavorState]:
         options = self.options
         if key_mask is None and not self.transform and not self.trigonometric:
-            done = favor_state.plain_step(options, q, k, v, self.features, state)
+            features = cast(LayerFeatures, self._modules["features"])  # attributes of modules are slow
+            done = favor_state.plain_step(options, q, k, v, features, state)
             if done is not None:
                 return done
         self.check_extend(q, k, v, key_mask)

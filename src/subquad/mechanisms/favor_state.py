@@ -6,7 +6,7 @@ positions.
 """
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -105,7 +105,7 @@ def extend(
         needs = {"reach": options.reach > 1, "without_far": not options.far}
         if step := engines.step_of("favor", options.backend, q, *tensors, **needs):
             out, new = step(q, k, v, map, None if key_mask is None else key_mask[:, 0], state, options)
-            return out, FavorState(**new)
+            return out, FavorState(*new)
     real = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
     if q.shape[2] == 1:
         return _Step(options, map, state, real[:, 0]).extend(q, k, v)
@@ -135,14 +135,12 @@ def plain_step(
     """One token more, if the C++ engine takes it and the state as they are; else None, and nothing happened."""
     if not takes_plain_step(options.backend, q, k, v, state, FavorState):
         return None
-    feature_map = features.feature_map_of_step(q.dtype)
-    if feature_map.query.shape[0] not in (1, k.shape[1]):
-        return None
     try:
-        out, new = native.step(q, k, v, feature_map, None, state, options)
+        feature_map = features.feature_map_of_step(q.dtype)
+        out, new = native.plain_step(q, k, v, feature_map, None, cast(FavorState, state), options)
     except SubquadError:
         return None
-    return out, FavorState(*map(new.__getitem__, FavorState._fields))
+    return out, FavorState(*new)
 
 
 def _extend_blocks(

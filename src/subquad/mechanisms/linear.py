@@ -157,7 +157,7 @@ class _Phi:
         empty_k, empty_v, start = k[:, :, :0], v[:, :, :0], k.new_zeros(k.shape[0], dtype=torch.int64)
         past = FavorState(start, empty_k, empty_v, empty_k, empty_v, *state)
         out, new = step(q, k, v, self._as_map(k), real, past, self._as_favor())
-        return out, LinearState(new["far_max"], new["far_sum"], new["far_low"])
+        return out, LinearState(*FavorState(*new)[-3:])
 
     def _as_favor(self) -> FavorOptions:
         o = self.options
@@ -323,17 +323,12 @@ class LinearAttention(RandomFeatures, Mechanism):
             return None
         if not takes_plain_step(self.options.backend, q, k, v, state, LinearState):
             return None
-        far_max, far_sum, far_low = cast(LinearState, state)
-        heads, features = k.shape[:2], self.num_features or self.head_dim
-        if far_max.dtype is not torch.float32 or far_max.shape != (*heads, 1):
-            return None
-        if far_sum.shape != (*heads, features, v.shape[3] + 1):
-            return None
+        weight, features = self._buffers["weight"], self.num_features or self.head_dim  # attributes of modules are slow
         try:
-            out, far_sum, far_low = native.step(q, k, v, self.weight, None, far_sum, far_low, self.options)
+            out, new = native.plain_step(q, k, v, weight, features, None, cast(LinearState, state), self.options)
         except SubquadError:
             return None
-        return out, LinearState(far_max, far_sum, far_low)
+        return out, LinearState(*new)
 
     def _native_step(
         self, phi: _Phi, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, key_mask: Tensor | None
@@ -351,8 +346,9 @@ class LinearAttention(RandomFeatures, Mechanism):
             state = LinearState(far_max, zeros, zeros)
         if phi.in_log_space:
             return phi.log_step(step, q, k, v, real, state)
-        out, far_sum, far_low = step(q, k, v, self.weight, real, state.far_sum, state.far_low, self.options)
-        return out, LinearState(state.far_max, far_sum, far_low)
+        features = self.num_features or self.head_dim
+        out, new = step(q, k, v, self.weight, features, real, state, self.options)
+        return out, LinearState(*new)
 
     def _step(
         self, phi: _Phi, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, key_mask: Tensor | None

@@ -140,13 +140,14 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, State | LayerState]:
         """The next tokens of a sequence whose past is in `state`."""
         qk, v = self._queries_and_keys(x), self.v_proj(x)
-        if self.short_conv is None:
+        short_conv = self.short_conv
+        if short_conv is None:
             past = cast(State | None, state)
             out, state = self.mechanism.extend(*self._heads(qk, v, context), past, key_mask=context.key_mask)
             return self._merge(out), state
         past, recent = checks.layer_state(state, LayerState) or (None, None)
-        mixed, recent = self.short_conv.extend(torch.cat(qk, -1), recent, key_mask=context.key_mask)
-        q, k, v = self._heads(mixed.split(self.channels, -1), v, context)
+        qk, recent = short_conv.extend_parts(qk, recent, key_mask=context.key_mask)
+        q, k, v = self._heads(qk, v, context)
         out, past = self.mechanism.extend(q, k, v, past, key_mask=context.key_mask)
         return self._merge(out), LayerState(past, recent)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from subquad import checks
 from subquad.checks.layers import convolved, recent_tokens
-from subquad.kernels.convolution import convolve
+from subquad.kernels.convolution import convolve, next_token
 from subquad.mechanism import real_index
 from subquad.mechanisms.packing import pack, slots_of, unpack
 
@@ -72,6 +72,23 @@ class ShortConvolution(nn.Module):
         recent: the last `width - 1` real inputs `[B, width - 1, channels]`, zeros before the first; None at the start.
         """
         convolved(x, key_mask, self.weight)
+        (out,), recent = self.extend_parts((x,), recent, key_mask=key_mask)
+        return out, recent
+
+    def extend_parts(
+        self, parts: Sequence[Tensor], recent: Tensor | None, *, key_mask: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The same of the channels in parts, which share one past. One token goes straight to the engine, if it may."""
+        if key_mask is None and type(recent) is Tensor and parts[0].shape[1] == 1:
+            done = next_token(parts, recent, self.weight, RATE)
+            if done is not None:
+                return done
+        x = parts[0] if len(parts) == 1 else torch.cat([*parts], -1)
+        convolved(x, key_mask, self.weight)
+        out, recent = self._extend(x, recent, key_mask)
+        return out.split([part.shape[-1] for part in parts], -1), recent
+
+    def _extend(self, x: Tensor, recent: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         batch, length, channels = x.shape
         if recent is None:
             recent = x.new_zeros(batch, self.width - 1, channels)

@@ -74,7 +74,7 @@ def message(call: Callable[[], object], kind: type) -> str:
 def test_every_pointer_is_declared(structure: Any) -> None:
     pointers = {name for name, kind in structure._fields_ if kind in (ctypes.c_void_p, Array)}
     assert set(gate.FIELDS[structure]) == pointers
-    assert pointers == set(fill(structure, tensors_of(structure)).tensors[0])
+    assert pointers == set(fill(structure, tensors_of(structure)).tensors)
 
 
 def test_one_tensor_for_two_pointers_is_checked_for_both() -> None:
@@ -120,6 +120,70 @@ def test_every_pointer_is_checked(structure: Any) -> None:
     for name in gate.NEEDED[structure]:
         with pytest.raises(errors.ShapeError, match=f"cpu engine: {name} is missing"):
             fill(structure, {n: t for n, t in right.items() if n != name})
+
+
+STEP_NUMBERS = NUMBERS | {"length": 1, "key_length": 1, "causal": 0, "mask_batch": 1}
+
+
+def tensors_of_step(plan: gate.StepPlan) -> tuple[list[Any], list[Any]]:
+    """Right ones for `given`, and for `read`: real, length and those that are kept."""
+    of_problem, of_step = plan._pointers[Problem], plan._pointers[Step]
+    inputs = [of_problem[name] for name in gate.INPUTS]
+    state = [of_step[name] for name in ("real", "length", *library.KEPT)]
+    return [torch.zeros(p.shape, dtype=p.dtype) for p in inputs], [torch.zeros(p.shape, dtype=p.dtype) for p in state]
+
+
+def spoiled(tensor: Tensor) -> list[Any]:
+    gaps = torch.stack([tensor, tensor], -1)[..., 0]
+    cut_short = tensor.clone()
+    cut_short.untyped_storage().resize_(1)
+    wrong = [tensor.double(), tensor.int(), torch.cat([tensor, tensor]), tensor[None], tensor.to("meta")]
+    return [*wrong, gaps, cut_short, tensor.to_sparse(), fake(tensor), [1.0]]
+
+
+def test_every_pointer_of_a_step_is_checked() -> None:
+    """Those that stand in an order, too; and a state lacks nothing."""
+    plan = gate.StepPlan(1.0, **STEP_NUMBERS)
+    inputs, state = tensors_of_step(plan)
+    given, read = plan.given(inputs), plan.read(state[0], state[1], state[2:])
+    assert [given.q.data, given.offset_bias] == [inputs[0].data_ptr(), inputs[-1].data_ptr()]
+    assert read == [tensor.data_ptr() for tensor in state]
+    for place, name in enumerate(gate.INPUTS):
+        for odd in (*spoiled(inputs[place]), *([None] if name in ("q", "query", "key_bias", "offset_bias") else [])):
+            with pytest.raises(errors.SubquadError, match=f"cpu engine: {name} "):
+                plan.given([*inputs[:place], odd, *inputs[place + 1 :]])
+    for place, name in enumerate(("real", "length", *library.KEPT)):
+        for odd in (*spoiled(state[place]), *([] if name == "real" else [None])):
+            real, length, *kept = [*state[:place], odd, *state[place + 1 :]]
+            with pytest.raises(errors.SubquadError, match=f"cpu engine: {name} "):
+                plan.read(real, length, kept)
+    with pytest.raises(errors.ConfigError, match="root must lie"):
+        gate.StepPlan(float("nan"), **STEP_NUMBERS)
+
+
+def test_one_tensor_for_two_pointers_of_a_step() -> None:
+    plan = gate.StepPlan(1.0, **STEP_NUMBERS)
+    inputs, _ = tensors_of_step(plan)
+    query = gate.INPUTS.index("query")
+    inputs[query + 1] = inputs[query]
+    assert plan.given(inputs).key == inputs[query].data_ptr()
+    inputs[query + 2] = inputs[query]
+    with pytest.raises(errors.ShapeError, match="cpu engine: key_bias must be "):
+        plan.given(inputs)
+
+
+def test_a_step_without_a_map_has_as_many_features_as_dims() -> None:
+    for features, right in ((4, True), (8, False)):
+        plan = gate.StepPlan(1.0, **STEP_NUMBERS | {"kind": 1, "sinks": 0, "near_blocks": 0, "num_features": features})
+        inputs, state = tensors_of_step(plan)
+        inputs = inputs[:3] + [None] * 5
+        assert len(plan.read(None, None, state[-3:])) == 2 + len(library.KEPT)
+        if right:
+            assert plan.given(inputs).query is None
+        else:
+            assert message(lambda plan=plan, inputs=inputs: plan.given(inputs), errors.ShapeError) == (
+                "cpu engine: query is missing"
+            )
 
 
 @pytest.mark.parametrize(

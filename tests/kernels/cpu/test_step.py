@@ -33,6 +33,7 @@ def one_token(mechanism: Mechanism, dtype: torch.dtype = torch.float32) -> Call:
     q, k, v = (t.to(dtype) for t in (q, k, v))
     with torch.no_grad():
         _, state = mechanism.extend(q[:, :, :11], k[:, :, :11], v[:, :, :11])
+    state = type(state)(*(t.contiguous() for t in state))  # as one more token would leave it
     return q[:, :, 11:], k[:, :, 11:], v[:, :, 11:], state
 
 
@@ -127,3 +128,58 @@ def test_derivatives_go_the_long_way(name: str) -> None:
     (dq,) = torch.autograd.grad(mechanism.extend(q.requires_grad_(), k, v, state)[0].sum(), q)
     assert bool(dq.isfinite().all())
     assert bool(dq.any())
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_states_that_are_not_dense_are_made_so(name: str) -> None:
+    """The gate refuses them, the long way copies them, and the next token is a plain step again."""
+    mechanism = MECHANISMS[name]()
+    q, k, v, state = one_token(mechanism)
+    loose = type(state)(*(torch.stack([t, t], -1)[..., 0] for t in state))
+    with torch.no_grad():
+        want = mechanism.extend(q, k, v, state)
+        q, k, v = (torch.stack([t, t], -1)[..., 0] for t in (q, k, v))
+        got = mechanism.extend(q, k, v, loose)
+    assert torch.equal(got[0], want[0])
+    assert all(map(torch.equal, got[1], want[1]))
+    assert all(t.is_contiguous() for t in got[1])
+
+
+@pytest.mark.parametrize("name", ["linear", "linear, projected", "favor"])
+def test_states_of_other_dims_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them fit each other, but not the mechanism."""
+    mechanism = MECHANISMS[name]()
+    q, k, v, _ = one_token(mechanism)
+    other = FavorAttention(7, 16, near=4, sinks=2) if name == "favor" else LinearAttention(7)
+    with torch.no_grad():
+        _, state = other.extend(narrow(q), narrow(k), v)
+    call = narrow(q), narrow(k), v, state
+    found = error_of(mechanism, call)
+    the_long_way(monkeypatch)
+    assert found == error_of(mechanism, call)
+
+
+def test_learned_maps_in_half_precision_are_plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    mechanism = FavorAttention(8, 16, near=4, estimator="hedgehog").bfloat16()
+    call = one_token(mechanism, torch.bfloat16)
+    with torch.no_grad():
+        want, _ = mechanism.extend(*call)
+        monkeypatch.setattr(Mechanism, "check_extend", None)
+        assert torch.equal(mechanism.extend(*call)[0], want)
+
+
+def test_sequences_have_positions_of_their_own() -> None:
+    """One ends a block and the other is amid one, or among the sinks; what the caller has stays as it is."""
+    mechanism = FavorAttention(8, 16, near=4, sinks=2)
+    q, k, v, state = one_token(mechanism)
+    with torch.no_grad():
+        for lengths in ([11, 9], [9, 11], [1, 9], [9, 1]):
+            mixed = type(state)(*(t.clone() for t in state._replace(length=torch.tensor(lengths))))
+            before = [t.clone() for t in mixed]
+            out, after = mechanism.extend(q, k, v, mixed)
+            assert all(map(torch.equal, mixed, before))
+            for i in (0, 1):
+                one = slice(i, i + 1)
+                want, alone = mechanism.extend(q[one], k[one], v[one], type(state)(*(t[one] for t in mixed)))
+                assert torch.equal(out[one], want)
+                assert all(torch.equal(a[one], b) for a, b in zip(after, alone, strict=True))

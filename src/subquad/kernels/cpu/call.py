@@ -1,9 +1,8 @@
 """Calls of the C++ engine: one attention problem as it wants it, and the tensors that it fills."""
 
 import ctypes
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,16 +11,14 @@ from torch import Tensor
 from subquad.checks import engine as checks
 from subquad.kernels.centre import LOW
 from subquad.kernels.cpu import gate, library
-from subquad.kernels.cpu.gate import TILE, Plan
-from subquad.kernels.cpu.library import DTYPES, KEPT, Backward, Forward, Library, Problem, Step
+from subquad.kernels.cpu.gate import TILE, Plan, StepPlan
+from subquad.kernels.cpu.library import DTYPES, Backward, Forward, Library, Problem
 from subquad.kernels.favor.inputs import FavorInputs
 from subquad.kernels.linear.inputs import LinearInputs
 from subquad.kernels.problem import Gradients, Outputs, Saved, keeps_low
 
 RULES = ("none", "norm", "groups")
 KINDS = ("exp", "elu1", "relu", "softplus", "relu2", "identity")
-Told = tuple[int, torch.Size, torch.Size, int, int]  # dtype, shapes of q and k, value dim, threads
-NEW = {name: f"new_{name}" for name in KEPT}  # where a tensor of a state goes that changes
 SMALLEST_SLICE = 16  # features: fewer would leave vectors half empty
 
 
@@ -61,34 +58,17 @@ def parts_per_head(heads: int) -> int:
 
 def make_plan(q: Tensor, k: Tensor, v: Tensor, **others: int) -> Plan:
     """The numbers that the inputs tell, and `others`."""
-    return gate.plan(**_numbers(*told_by(q, k, v)) | others)
+    return gate.plan(**_numbers(dtype_number(q), q.shape, k.shape, v.shape[3], torch.get_num_threads()) | others)
 
 
-def told_by(q: Tensor, k: Tensor, v: Tensor) -> Told:
-    """What the inputs tell of a plan, and the threads there are."""
-    return dtype_number(q), q.shape, k.shape, v.shape[3], torch.get_num_threads()
-
-
-@functools.lru_cache(maxsize=64)
 def step_plan(
-    told: Told,
-    kind: str,
-    num_features: int,
-    map_heads: int,
-    rule: str = RULES[0],
-    rule_groups: int = 1,
-    sinks: int = 0,
-    gaussian: bool = False,
-    near: int = 0,
-    reach: int = 1,
-    far: bool = True,
-) -> Plan:
-    """Of one token. There is one such call per token, so it is looked up by few numbers, not by all of them by name."""
-    of_map = {"kind": KINDS.index(kind), "rule": RULES.index(rule), "rule_groups": rule_groups}
-    of_map |= {"map_heads": map_heads, "num_features": num_features}
-    of_keys = {"sinks": sinks, "gaussian": int(gaussian), "near_blocks": int(near > 0), "block": near or 1}
-    of_keys |= {"near": near or 1, "reach": reach, "far": int(far)}
-    return Plan(**_numbers(*told) | of_map | of_keys)
+    dtype: torch.dtype, shapes: tuple[torch.Size, torch.Size, torch.Size], root: float, **others: int
+) -> StepPlan:
+    """Of one token for every sequence. shapes: of q, k and v."""
+    q, k, v = shapes
+    if not (len(q) == len(k) == len(v) == 4 and q[2] == k[2] == v[2] == 1 and k[1]) or dtype not in DTYPES:
+        raise checks.not_one_token(gate.OP, dtype, shapes)
+    return StepPlan(root, **_numbers(DTYPES[dtype], q, k, v[3], torch.get_num_threads()) | others)
 
 
 def _numbers(dtype: int, q_shape: torch.Size, k_shape: torch.Size, value_dim: int, threads: int) -> dict[str, int]:
@@ -116,6 +96,7 @@ def _numbers(dtype: int, q_shape: torch.Size, k_shape: torch.Size, value_dim: in
         "near": 1,
         "reach": 1,
         "far": 1,
+        "block": 1,
         "length": q_shape[2],
         "key_length": k_shape[2],
     }
@@ -200,26 +181,12 @@ def run_backward(
 
 
 def run_step(
-    plan: Plan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    root: float,
-    maps: dict[str, Tensor | None],
-    state: dict[str, Any],
-    changes: Callable[[], tuple[str, ...]],
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """One token for every sequence: the output, and new tensors for those of the state that it changes.
+    plan: StepPlan, given: Problem, read: list[Any], kept: Sequence[Tensor], changed: Iterable[int]
+) -> tuple[Tensor, list[Tensor]]:
+    """One token for every sequence: the output in float32, and `kept` with new tensors at the places `changed`.
 
-    maps: of the feature map. state: the fields of `Step` that are read. changes: which of them change, asked when all
-    of them are known to be what they must be.
+    given, read: what the gate made of the inputs and of the state.
     """
-    given = plan.problem(root, True, q=dense_rows(q), k=dense_rows(k), v=dense_rows(v), **maps)
-    step = Step()
-    made = plan.fill_new(step, ("out",))
-    plan.fill(step, made, **state)
-    names = changes()
-    new = plan.fill_like(step, {NEW[name]: state[name] for name in names})
+    step, out, new = plan.new_step(read, kept, changed)
     engine().step(ctypes.byref(given), ctypes.byref(step))
-    out = made["out"]
-    return out if q.dtype is torch.float32 else out.to(q.dtype), dict(zip(names, new, strict=True))
+    return out, new

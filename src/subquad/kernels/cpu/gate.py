@@ -6,17 +6,17 @@ calls: a wrong tensor from Python must become an error, never a read or write ou
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes import Structure
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from subquad.checks import dense_layout
 from subquad.checks import engine as checks
-from subquad.kernels.cpu.library import DTYPES, Array, Backward, Convolution, Forward, Problem, Step
+from subquad.kernels.cpu.library import DTYPES, KEPT, Array, Backward, Forward, Problem, Step
 
 OP = "cpu engine"
 STRIDED = torch.strided
@@ -42,9 +42,9 @@ NUMBERS = {
 # same, dense; float: float32; made: float32, allocated for this call; low: int8; flag: bool;
 # count: int64.
 KEPT_FIELDS = {
-    **{"far_max": "float B K kept_maxima", "far_sum": "float B K kept_M V", "far_low": "float B K kept_M V"},
     **{"sink_k": "kept B K sinks D", "sink_v": "kept B K sinks Dv"},
     **{"block_k": "kept B K blocks D", "block_v": "kept B K blocks Dv"},
+    **{"far_max": "float B K kept_maxima", "far_sum": "float B K kept_M V", "far_low": "float B K kept_M V"},
 }
 FIELDS: dict[type[Structure], dict[str, str]] = {
     Problem: {
@@ -76,11 +76,6 @@ FIELDS: dict[type[Structure], dict[str, str]] = {
     },
 }
 
-CONVOLUTION = {
-    **{"x": "float B T E", "taps": "float W E", "grad": "float B T E"},
-    **{"out": "made B T E", "dtaps": "made parts W E"},
-}
-
 NEEDED: dict[type[Structure], tuple[str, ...]] = {
     Problem: ("q", "k", "v"),
     Forward: ("out", "normaliser"),
@@ -97,7 +92,7 @@ TOGETHER = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Pointer:
+class Pointer:
     """What one pointer must be. With slots, which Python reads faster than anything else: one token asks for many."""
 
     name: str
@@ -166,7 +161,6 @@ class Plan:
         self._template = Problem(**numbers)
         self._pointers = {structure: _pointers(numbers, fields) for structure, fields in FIELDS.items()}
         self._needed = {structure: tuple(sorted(self._needed_by(structure))) for structure in FIELDS}
-        self._needed_by_steps = tuple(sorted(self._needed_by(Problem) - SINKS))  # of which the state has its own
         self._complete: set[tuple[Any, ...]] = set()  # names that were given together, and are enough
 
     def _needed_by(self, structure: type[Structure]) -> set[str]:
@@ -178,44 +172,22 @@ class Plan:
         names -= set() if n["far"] else BORDERS
         return names
 
-    def problem(self, root: float, step: bool = False, /, **tensors: Tensor | None) -> Problem:
-        """step: decoding, where sinks are a part of the state."""
-        checks.number(OP, "root", root, 2**-1000, 2**1000)
+    def problem(self, root: float, /, **tensors: Tensor | None) -> Problem:
+        check_factor("root", root)
         given = Problem.from_buffer_copy(self._template)
         given.root = root
-        self._point(given, tensors, self._needed_by_steps if step else self._needed[Problem])
-        if tensors.get("query") is None and self.numbers["num_features"] != self.numbers["head_dim"]:
-            raise checks.missing(OP, "query")
+        self.fill(given, **tensors)
+        self._check_features(tensors.get("query") is None)
         return given
 
-    def fill_new(self, structure: Structure, names: Iterable[str]) -> dict[str, Tensor]:
-        """Makes tensors for C++ to fill, which `structure` points to from now on; `fill` wants them, too."""
-        pointers, made = self._pointers[type(structure)], {}
-        for name in names:
-            made[name] = tensor = pointers[name].new()
-            setattr(structure, name, tensor.data_ptr() or None)
-        return made
+    def _check_features(self, without_map: bool) -> None:
+        """C++ reads them where the tokens lie."""
+        if without_map and self.numbers["num_features"] != self.numbers["head_dim"]:
+            raise checks.missing(OP, "query")
 
-    def fill_like(self, structure: Structure, filled: Mapping[str, Tensor]) -> list[Tensor]:
-        """The same, in half the time, for pointers that want what others got: tensors that passed `fill`."""
-        made = [torch.empty_like(tensor) for tensor in filled.values()]
-        for name, tensor in zip(filled, made, strict=True):
-            setattr(structure, name, tensor.data_ptr() or None)
-        return made
-
-    def fill(self, structure: Structure, made: Mapping[str, Tensor] = {}, /, **tensors: Tensor | None) -> Any:
-        """`structure` with addresses of tensors, which it keeps alive. made: by `fill_new`."""
-        self._point(structure, tensors, self._needed[type(structure)], made)
-        return structure
-
-    def _point(
-        self,
-        structure: Any,
-        tensors: dict[str, Tensor | None],
-        needed: tuple[str, ...],
-        made: Mapping[str, Tensor] = {},
-    ) -> None:
-        kind, given = type(structure), [*made]
+    def fill(self, structure: Any, /, **tensors: Tensor | None) -> Any:
+        """`structure` with addresses of tensors, which it keeps alive."""
+        kind, given = type(structure), []
         pointers = self._pointers[kind]
         before = address = declared = None  # maps of queries and of keys are often one tensor
         for name, tensor in tensors.items():
@@ -225,11 +197,90 @@ class Plan:
                     before, address, declared = tensor, pointer.to(tensor), pointer.declared
                 setattr(structure, name, address)
                 given.append(name)
-        found = (kind, needed, *given)
+        found = (kind, *given)
         if found not in self._complete:
-            _check_names(kind, given, needed)
+            _check_names(kind, given, self._needed[kind])
             self._complete.add(found)
-        structure.tensors = tensors, made
+        structure.tensors = tensors
+        return structure
+
+
+INPUTS = ("q", "k", "v", "query", "key", "key_bias", "offset_weight", "offset_bias")  # of a step
+
+
+class StepPlan(Plan):
+    """One token more for every sequence. It comes so often that tensors stand in the order of `INPUTS` and `KEPT`
+    instead of having names, and the caller keeps them alive. A state without positions has the last of `KEPT` alone."""
+
+    def __init__(self, root: float, **numbers: int) -> None:
+        super().__init__(**numbers)
+        check_factor("root", root)
+        self._template.root = root
+        self._has_positions = numbers["kind"] == EXP
+        self._first = 0 if self._has_positions else KEPT.index("far_max")
+        self._inputs = tuple(self._pointers[Problem][name] for name in INPUTS)
+        of_step = self._pointers[Step]
+        self._kept = tuple(of_step[name] for name in KEPT[self._first :])
+        self._real, self._length, self._out = of_step["real"], of_step["length"], of_step["out"]
+
+    def given(self, inputs: Sequence[Tensor | None]) -> Problem:
+        found: list[Any] = []
+        absent: tuple[str, ...] = ()
+        before = address = None  # maps of queries and of keys are often one tensor, and declared alike
+        for pointer, tensor in zip(self._inputs, inputs, strict=True):
+            if tensor is None:
+                absent, address = (*absent, pointer.name), None
+            elif tensor is not before or pointer.name != "key":
+                address = pointer.to(tensor)
+            before = tensor
+            found.append(address)
+        if absent not in self._complete:
+            self._check_absent(absent)
+            self._complete.add(absent)
+        given = Problem.from_buffer_copy(self._template)
+        given.q, given.k, given.v, given.query, given.key, given.key_bias = found[:6]
+        given.offset_weight, given.offset_bias = found[6:]
+        return given
+
+    def _check_absent(self, names: tuple[str, ...]) -> None:
+        needed = self._needed_by(Problem) - SINKS  # those of a state are in `Step`
+        _check_names(Problem, [name for name in INPUTS if name not in names], tuple(sorted(needed)))
+        self._check_features("query" in names)
+
+    def read(self, real: Tensor | None, length: Tensor | None, kept: Sequence[Tensor]) -> list[Any]:
+        """Addresses of what `new_step` hands over; no tensor of a state may be left out."""
+        found: list[Any] = [None if real is None else self._real.to(real)]
+        found.append(self._length.to(cast(Tensor, length)) if self._has_positions else None)  # which refuses None
+        found += [None] * self._first
+        found += [pointer.to(tensor) for pointer, tensor in zip(self._kept, kept, strict=True)]
+        return found
+
+    def new_step(
+        self, read: list[Any], kept: Sequence[Tensor], changed: Iterable[int]
+    ) -> tuple[Step, Tensor, list[Tensor]]:
+        """Also what C++ fills: the output, and `kept` with new tensors at the places `changed`.
+
+        read: what `read` made of the same tensors, which therefore can serve as patterns.
+        """
+        new, written = list(kept), [0] * len(KEPT)
+        for place in changed:
+            new[place] = made = torch.empty_like(kept[place])
+            written[self._first + place] = made.data_ptr()
+        out = new[-1].new_empty(*self._out.shape)  # float32 like the sums: sooner than by name
+        return Step(*read, *written, out.data_ptr()), out, new
+
+
+def new_like(structure: Structure, names: Iterable[str], patterns: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors for C++ to fill, each declared like its pattern, which passed the gate; `structure` points to them."""
+    made = [torch.empty_like(tensor) for tensor in patterns]
+    for name, tensor in zip(names, made, strict=True):
+        setattr(structure, name, tensor.data_ptr())
+    return made
+
+
+def check_factor(name: str, value: float) -> None:
+    """What C++ multiplies by."""
+    checks.number(OP, name, value, 2**-1000, 2**1000)
 
 
 def _check_names(kind: type[Structure], given: list[str], needed: tuple[str, ...]) -> None:
@@ -239,41 +290,6 @@ def _check_names(kind: type[Structure], given: list[str], needed: tuple[str, ...
     for one, other in TOGETHER.get(kind, ()):
         if (one in given) != (other in given):
             raise checks.missing(OP, other if one in given else one)
-
-
-class ConvolutionPlan:
-    """What the pointers of a convolution over tokens must be; its letters are those of `kernels/convolution.py`."""
-
-    part = 512  # tokens of a task
-
-    def __init__(self, batch: int, length: int, channels: int, width: int, causal: bool) -> None:
-        self.numbers = {"width": width, "causal": int(causal), "batch": batch, "length": length, "channels": channels}
-        for name, number in self.numbers.items():
-            checks.number(OP, name, number, int(name != "causal"), 2**40 if name == "length" else COUNT)
-        parts = batch * -(-length // self.part)
-        sizes = {"B": batch, "T": length, "E": channels, "W": width, "parts": parts}
-        self._pointers = _declared_pointers(CONVOLUTION, sizes, torch.float32)
-
-    def new(self, name: str) -> Tensor:
-        return self._pointers[name].new()
-
-    def problem(self, threads: int, **tensors: Tensor | None) -> Convolution:
-        """All of `x` and `taps`, and `out`, or `grad` and what of `out` and `dtaps` is wanted."""
-        checks.number(OP, "threads", threads, 1, MOST_THREADS)
-        given = Convolution(threads=threads, part=self.part, **self.numbers)
-        for name in ("x", "taps", "grad" if tensors.get("dtaps") is not None else "x"):
-            if tensors.get(name) is None:
-                raise checks.missing(OP, name)
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                setattr(given, name, self._pointers[name].to(tensor))
-        given.tensors = tensors  # kept alive
-        return given
-
-
-@functools.lru_cache(maxsize=64)
-def convolution_plan(batch: int, length: int, channels: int, width: int, causal: bool) -> ConvolutionPlan:
-    return ConvolutionPlan(batch, length, channels, width, causal)
 
 
 @functools.lru_cache(maxsize=64)
@@ -331,14 +347,14 @@ def _sizes(n: dict[str, int]) -> dict[str, int | None]:
     }
 
 
-def _pointers(numbers: dict[str, int], fields: dict[str, str]) -> dict[str, _Pointer]:
+def _pointers(numbers: dict[str, int], fields: dict[str, str]) -> dict[str, Pointer]:
     inputs = next(dtype for dtype, number in DTYPES.items() if number == numbers["dtype"])
-    return _declared_pointers(fields, _sizes(numbers), inputs)
+    return declared_pointers(fields, _sizes(numbers), inputs)
 
 
-def _declared_pointers(
+def declared_pointers(
     fields: dict[str, str], sizes: Mapping[str, int | None], inputs: torch.dtype
-) -> dict[str, _Pointer]:
+) -> dict[str, Pointer]:
     dtypes = {"rows": inputs, "kept": inputs, "float": torch.float32, "made": torch.float32}
     dtypes |= {"flag": torch.bool, "count": torch.int64, "low": torch.int8}
     pointers = {}
@@ -351,7 +367,7 @@ def _declared_pointers(
         _, heads, tokens, width = shape if kind == "rows" else (0,) * 4
         strides = (heads * tokens * width, tokens * width, width)
         number = dtypes[kind].itemsize
-        pointers[name] = _Pointer(
+        pointers[name] = Pointer(
             name=name,
             dtype=dtypes[kind],
             shape=shape,

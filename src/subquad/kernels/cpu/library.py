@@ -53,7 +53,7 @@ class Backward(Structure):
     ]
 
 
-KEPT = ("far_max", "far_sum", "far_low", "sink_k", "sink_v", "block_k", "block_v")  # of a state
+KEPT = ("sink_k", "sink_v", "block_k", "block_v", "far_max", "far_sum", "far_low")  # of a state, in its order
 
 
 class Step(Structure):
@@ -68,12 +68,22 @@ class Convolution(Structure):
     ]
 
 
+class ConvolutionStep(Structure):
+    _fields_ = [
+        ("width", c_int32),
+        ("rate", c_float),
+        *((name, c_int64) for name in ("batch", "first", "second")),
+        *_pointers("weight", "recent", "x", "y", "out_x", "out_y", "new_recent"),
+    ]
+
+
 class Library(NamedTuple):
     machine: str
     forward: Any
     backward: Any
     step: Any
     convolve: Any
+    convolve_step: Any
 
 
 def wanted_machine() -> str:
@@ -111,15 +121,16 @@ def _bind(machine: str, loaded: Any) -> Library | str:
     if loaded.subquad_sources().decode() != fingerprint(FOLDER):
         return f"engine_{machine}.so was made from other sources: install subquad again"
     loaded.subquad_sizes.restype = c_int64
-    structures = (Problem, Forward, Backward, Step, Convolution)
+    structures = (Problem, Forward, Backward, Step, Convolution, ConvolutionStep)
     if [loaded.subquad_sizes(i) for i in range(len(structures))] != [ctypes.sizeof(s) for s in structures]:
         return f"engine_{machine}.so has other structures than this file"
-    functions = (loaded.subquad_forward, loaded.subquad_backward, loaded.subquad_step, loaded.subquad_convolve)
-    for function, structure in zip(functions, structures[1:], strict=True):
-        function.argtypes, function.restype = [POINTER(Problem), POINTER(structure)], c_int32
+    taken = {"forward": (Problem, Forward), "backward": (Problem, Backward), "step": (Problem, Step)}
+    taken |= {"convolve": (Convolution,), "convolve_step": (ConvolutionStep,)}
+    functions = {name: getattr(loaded, f"subquad_{name}") for name in taken}
+    for name, function in functions.items():
+        function.argtypes, function.restype = [POINTER(structure) for structure in taken[name]], c_int32
         function.errcheck = _raise_failure
-    loaded.subquad_convolve.argtypes = [POINTER(Convolution)]
-    return Library(machine, *functions)
+    return Library(machine, **functions)
 
 
 def _raise_failure(status: int, *_: Any) -> None:

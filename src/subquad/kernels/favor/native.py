@@ -3,6 +3,7 @@
 The mathematics is in `kernels/cpu/src`: `forward.hpp`, `backward.hpp`, `step.hpp`.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from subquad.checks.states import MOST_TOKENS
 from subquad.features import FeatureMap
 from subquad.kernels.cpu import call, gate
 from subquad.kernels.cpu.call import KINDS, RULES, dense_rows, float32, make_plan, mask, parts_per_head
-from subquad.kernels.cpu.gate import Plan
+from subquad.kernels.cpu.gate import Plan, StepPlan
 from subquad.kernels.cpu.library import KEPT, Problem
 from subquad.kernels.favor.inputs import MAP_TENSORS, FavorInputs, FavorOptions
 from subquad.kernels.problem import Gradients, Outputs, Saved
@@ -113,37 +114,85 @@ def _summed_like(tensor: Tensor, grad: Tensor) -> Tensor:
 # Decoding -------------------------------------------------------------------------------------------------------------
 
 ONE = torch.tensor(1, device="cpu")  # sooner added than the number
-FAR, SINKS, BLOCKS = (tuple(n for n in KEPT if n.startswith(part)) for part in ("far", "sink", "block"))
+SINKS, BLOCKS, FAR = (
+    tuple(place for place, name in enumerate(KEPT) if name.startswith(part)) for part in ("sink", "block", "far")
+)
 
 
 def step(
     q: Tensor, k: Tensor, v: Tensor, map: FeatureMap, real: Tensor | None, state: Any, options: FavorOptions
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """One token for every sequence: the output, and the tensors of the next state by name.
+) -> tuple[Tensor, list[Tensor]]:
+    """One token for every sequence: the output, and the tensors of the next state in the order of `FavorState`.
 
     q, k, v `[B, ., 1, .]`, real `[B]` (None: all); state has the tensors of `FavorState`, which are left alone: what
     changes is written to new ones, and what does not change is shared.
     """
-    near, sinks = options.near, options.sinks
-    numbers = map.num_features, map.query.shape[0], map.rule, map.groups, sinks, options.gaussian, near
-    numbers += options.reach, options.far
-    plan = call.step_plan(call.told_by(q, k, v), "exp", *numbers)
-    length = state.length.contiguous()
-
-    def changes() -> tuple[str, ...]:
-        lengths = length.tolist()
-        checks.lengths(gate.OP, "length", lengths, MOST_TOKENS)
-        return _changed(lengths, near, sinks, options.far)
-
-    kept = {name: getattr(state, name).contiguous() for name in KEPT}
-    read = {**kept, "length": length, "real": None if real is None else real.contiguous()}
     maps = {name: float32(getattr(map, name)) for name in MAP_TENSORS}
-    out, new = call.run_step(plan, q, k, v, options.scale**0.5, maps, read, changes)
-    return out, {"length": length + (ONE if real is None else real), **kept, **new}
+    real = None if real is None else real.contiguous()
+    kept = [tensor.contiguous() for tensor in state]
+    return plain_step(dense_rows(q), dense_rows(k), dense_rows(v), map._replace(**maps), real, kept, options)
 
 
-def _changed(length: Sequence[int], near: int, sinks: int, far: bool = True) -> tuple[str, ...]:
-    """The tensors of a state that one more token changes."""
-    fold = far and (not near or any((before + 1) % near == 0 for before in length))
-    sink = any(before < sinks for before in length)
-    return (FAR if fold else ()) + (SINKS if sink else ()) + (BLOCKS if near else ())
+def plain_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    map: FeatureMap,
+    real: Tensor | None,
+    state: Sequence[Tensor],
+    options: FavorOptions,
+) -> tuple[Tensor, list[Tensor]]:
+    """The same of tensors that lie as C++ reads them: dense, but for the heads of q, k and v; maps in float32."""
+    plan = _step_plan(
+        q.dtype, q.shape, k.shape, v.shape, map.query.shape, map.rule, map.groups, options, torch.get_num_threads()
+    )
+    inputs = q, k, v, map.query, map.key, map.key_bias, map.offset_weight, map.offset_bias
+    length, *kept = state
+    given, read = plan.given(inputs), plan.read(real, length, kept)
+    out, new = call.run_step(plan, given, read, kept, _changed(length.tolist(), options))
+    new.insert(0, length + (ONE if real is None else real))
+    return out if q.dtype is torch.float32 else out.to(q.dtype), new
+
+
+@functools.lru_cache(maxsize=64)
+def _step_plan(
+    dtype: torch.dtype,
+    q: torch.Size,
+    k: torch.Size,
+    v: torch.Size,
+    query: torch.Size,
+    rule: str,
+    groups: int,
+    options: FavorOptions,
+    threads: int,
+) -> StepPlan:
+    """Looked up with every token, so by what is at hand."""
+    return call.step_plan(
+        dtype,
+        (q, k, v),
+        options.scale**0.5,
+        threads=threads,
+        kind=KINDS.index("exp"),
+        rule=RULES.index(rule),
+        rule_groups=groups,
+        map_heads=query[0],
+        num_features=query[1],
+        sinks=options.sinks,
+        gaussian=int(options.gaussian),
+        near_blocks=int(options.near > 0),
+        block=options.near or 1,
+        near=options.near or 1,
+        reach=options.reach,
+        far=int(options.far),
+    )
+
+
+def _changed(lengths: Sequence[int], options: FavorOptions) -> tuple[int, ...]:
+    """The places in `KEPT` that one more token changes."""
+    near, fold, sink = options.near, not options.near, False
+    for before in lengths:
+        if not 0 <= before < MOST_TOKENS:
+            raise checks.wrong_length(gate.OP, "length", before, MOST_TOKENS)
+        fold = fold or (before + 1) % near == 0
+        sink = sink or before < options.sinks
+    return (SINKS if sink else ()) + (BLOCKS if near else ()) + (FAR if fold and options.far else ())

@@ -1,10 +1,14 @@
 """Linear attention by the C++ engine: the interface of `linear/torch.py`, and one token of decoding."""
 
+import functools
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from subquad.kernels.cpu import call
 from subquad.kernels.cpu.call import KINDS, dense_rows, float32, make_plan, mask, parts_per_head
-from subquad.kernels.cpu.gate import Plan
+from subquad.kernels.cpu.gate import Plan, StepPlan
 from subquad.kernels.cpu.library import Problem
 from subquad.kernels.linear.inputs import LinearInputs, LinearOptions
 from subquad.kernels.problem import Gradients, Outputs, Saved
@@ -65,25 +69,59 @@ def _problem(inputs: LinearInputs, options: LinearOptions) -> tuple[Plan, Proble
 # Decoding -------------------------------------------------------------------------------------------------------------
 
 
+CHANGED = (1, 2)  # of a state: sums, and what they were rounded by
+
+
 def step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     weight: Tensor | None,
+    features: int,
     real: Tensor | None,
-    far_sum: Tensor,
-    far_low: Tensor,
+    state: Sequence[Tensor],
     options: LinearOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One token for every sequence: the output, and `far_sum` and `far_low` with it in them."""
-    weight = float32(weight)
+) -> tuple[Tensor, list[Tensor]]:
+    """One token for every sequence: the output, and the tensors of the next state in the order of `LinearState`.
+
+    features: of a token, those of the weight if there is one.
+    """
+    real = None if real is None else real.contiguous()
+    kept = [tensor.contiguous() for tensor in state]
+    return plain_step(dense_rows(q), dense_rows(k), dense_rows(v), float32(weight), features, real, kept, options)
+
+
+def plain_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor | None,
+    features: int,
+    real: Tensor | None,
+    state: Sequence[Tensor],
+    options: LinearOptions,
+) -> tuple[Tensor, list[Tensor]]:
+    """The same of tensors that lie as C++ reads them: dense, but for the heads of q, k and v; the weight in float32."""
     map_heads = 1 if weight is None else weight.shape[0]
-    plan = call.step_plan(call.told_by(q, k, v), options.feature_map, far_sum.shape[2], map_heads)
-    read = {
-        "real": None if real is None else real.contiguous(),
-        "far_sum": far_sum.contiguous(),
-        "far_low": far_low.contiguous(),
-    }
-    maps = {"query": weight, "key": weight}
-    out, new = call.run_step(plan, q, k, v, options.root, maps, read, lambda: ("far_sum", "far_low"))
-    return out, new["far_sum"], new["far_low"]
+    plan = _step_plan(q.dtype, q.shape, k.shape, v.shape, map_heads, features, options, torch.get_num_threads())
+    given = plan.given((q, k, v, weight, weight, None, None, None))
+    out, new = call.run_step(plan, given, plan.read(real, None, state), state, CHANGED)
+    return out if q.dtype is torch.float32 else out.to(q.dtype), new
+
+
+@functools.lru_cache(maxsize=64)
+def _step_plan(
+    dtype: torch.dtype,
+    q: torch.Size,
+    k: torch.Size,
+    v: torch.Size,
+    map_heads: int,
+    num_features: int,
+    options: LinearOptions,
+    threads: int,
+) -> StepPlan:
+    """Looked up with every token, so by what is at hand."""
+    kind = KINDS.index(options.feature_map)
+    return call.step_plan(
+        dtype, (q, k, v), options.root, threads=threads, kind=kind, map_heads=map_heads, num_features=num_features
+    )

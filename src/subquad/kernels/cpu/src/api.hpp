@@ -63,9 +63,9 @@ struct Backward {
 
 // One token for every sequence. `before` is the caller's and stays as it is; a null in `after` means: as before.
 struct Kept {
-  float *far_max, *far_sum, *far_low;  // [B, K, M], [B, K, M, V]; far_low: what far_sum was rounded by
   void *sink_k, *sink_v;               // [B, K, sinks, ..] dtype
   void *block_k, *block_v;             // [B, K, (reach + 1) near, ..] dtype
+  float *far_max, *far_sum, *far_low;  // [B, K, M], [B, K, M, V]; far_low: what far_sum was rounded by
 };
 struct Step {
   const uint8_t* real;    // [B], or null: all of them
@@ -83,4 +83,15 @@ struct Convolution {
   const float* grad;      // [B, T, E] of the output, or null: `out` is the output
   float* out;             // [B, T, E] the output, or the gradient of x, or null
   float* dtaps;           // [B, parts, width, E] parts of the taps' gradients, or null
+};
+
+// One token more for every sequence, causal. Its channels come in one part or two, E = first + second; float32, dense.
+struct ConvolutionStep {
+  int32_t width;
+  float rate;  // taps per unit of weight
+  int64_t batch, first, second;
+  const float* weight;           // [E, 1, width] the token's own first
+  const float* recent;           // [B, width - 1, E] inputs before this one, the oldest first
+  const float *x, *y;            // [B, 1, first], [B, 1, second], or null
+  float *out_x, *out_y, *new_recent;  // alike
 };

@@ -60,4 +60,26 @@ inline void convolve(const Convolution& c) {
   });
 }
 
+// Some channels of one token, those from `begin` on of all E: added up in the order of `correlate`, to the same bits.
+inline void convolve_channels(const ConvolutionStep& c, long b, long begin, long count, const float* x, float* out) {
+  const long E = c.first + c.second, past = c.width - 1;
+  const float* recent = c.recent + b * past * E + begin;
+  float* kept = c.new_recent + b * past * E + begin;
+  for (long e = 0; e < count; ++e) {
+    const float* weight = c.weight + (begin + e) * c.width;
+    float sum = 0;
+    for (long i = 0; i < c.width; ++i) sum += c.rate * weight[i] * (i ? recent[(past - i) * E + e] : x[e]);
+    out[e] = sum;
+  }
+  for (long i = 0; i + 1 < past; ++i) std::copy_n(recent + (i + 1) * E, count, kept + i * E);
+  if (past) std::copy_n(x, count, kept + (past - 1) * E);
+}
+
+inline void convolve_step(const ConvolutionStep& c) {
+  for (long b = 0; b < c.batch; ++b) {
+    convolve_channels(c, b, 0, c.first, c.x + b * c.first, c.out_x + b * c.first);
+    if (c.second) convolve_channels(c, b, c.first, c.second, c.y + b * c.second, c.out_y + b * c.second);
+  }
+}
+
 }  // namespace subquad

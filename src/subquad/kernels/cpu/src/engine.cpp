@@ -33,7 +33,7 @@ SUBQUAD_EXPORT const char* subquad_sources() { return SUBQUAD_SOURCES; }
 // Sizes of the structures, so that Python can refuse a library that is not its own.
 SUBQUAD_EXPORT int64_t subquad_sizes(int which) {
   const int64_t sizes[] = {sizeof(Problem), sizeof(Forward), sizeof(Backward), sizeof(Step),
-                           sizeof(Convolution)};
+                           sizeof(Convolution), sizeof(ConvolutionStep)};
   return sizes[which];
 }
 
@@ -61,4 +61,7 @@ SUBQUAD_EXPORT int32_t subquad_step(const Problem* p, const Step* s) {
 }
 SUBQUAD_EXPORT int32_t subquad_convolve(const Convolution* c) {
   return guarded([&] { subquad::convolve(*c); });
+}
+SUBQUAD_EXPORT int32_t subquad_convolve_step(const ConvolutionStep* c) {
+  return guarded([&] { subquad::convolve_step(*c); });
 }
