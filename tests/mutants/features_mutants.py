@@ -35,6 +35,13 @@ FEATURES = (
     ),
     # features/draws.py
     Mutant(
+        "hadamard blocks are made of four products",
+        "features/draws.py",
+        "for _ in range(3):",
+        "for _ in range(4):",
+        "tests/features/test_proposals.py -k 'always_gave'",
+    ),
+    Mutant(
         "QR without the sign fix",
         "features/draws.py",
         "return q * torch.where(r.diagonal() < 0, -1.0, 1.0)",
