@@ -134,12 +134,20 @@ class BackwardTask {
     key_dlogs_ = pool().take(n * v.M);
     scratch_ = v.p.rule == GROUPS ? pool().take(n * v.M) : nullptr;
     fold_total_ = pool().take(v.M);
+    if (v.tiled()) allocate_sections();
     dx_ = pool().take(n * padded(v.D));
     if (!v.tiled() && (v.p.near_blocks || !v.p.causal)) return;
     scores_ = pool().take(n * n);
     dscores_ = pool().take(n * n);
     dscores_transposed_ = pool().take(n * n);
     read_ = Field::over(v, pool().take(Field::size(v)));
+  }
+
+  void allocate_sections() {
+    section_values_ = pool().take(padded(v.p.block) * v.height);
+    row_totals_ = pool().take(TILE / LANES * v.M);
+    key_totals_ = pool().take(TILE / LANES * v.M);
+    section_state_ = Field::over(v, pool().take(Field::size(v)));
   }
 
   void allocate_map_gradients() {
@@ -219,15 +227,20 @@ class BackwardTask {
     add_product(tokens, v.Dv, v.M, transposed(fold.weights, v.M), {grad_.sum, long(v.M) * PANEL},
                 in_rows(block.value_grad + fold.begin * v.height, v.height));
   }
-  SUBQUAD_STAGE void finish_fold(Keys& block, const Fold& fold) {
+  // total(m, t): of feature m, for the vector of tokens from t on.
+  template <class Total>
+  SUBQUAD_STAGE void finish_fold(Keys& block, const Fold& fold, Total total) {
     with_kind(v.p.kind, [&](auto kind) {
       constexpr int KIND = decltype(kind)::value;
       each_vector(v.M, fold.panel_count, key_dlogs_, [&](float* x, int m, int t) {
         const Vec gain = slope<KIND>(load(fold.weights + (x - key_dlogs_)), load(block.fold + fold.begin + t));
-        store(x, (load(x) + splat(fold_total_[m])) * gain);
+        store(x, (load(x) + splat(total(m, t))) * gain);
       });
     });
     keys_backward(v, block, fold, key_dlogs_, scratch_, map_);
+  }
+  void finish_fold(Keys& block, const Fold& fold) {
+    finish_fold(block, fold, [&](int m, int) { return fold_total_[m]; });
   }
   void fold_backward(Keys& block, const Fold& fold) {
     fold_gradient(block, fold);
@@ -259,12 +272,14 @@ class BackwardTask {
       near_parts(begin, count, back, *folded, state);
     } else {
       triangle_ = Triangle::of(v, back);
-      fold_gradient(*folded, fold);
+      const bool centred = state.is_centred(v);
+      if (centred) folded->copy_values(v, state.centre, section_values_);
+      values_ = centred ? section_values_ : folded->value_columns;
       for (int group = 0; group < v.p.groups; ++group) {
         open_rows(group, begin, count, state);
         rows_backward(group, state, folded, &fold);
       }
-      finish_fold(*folded, fold);
+      finish_fold(*folded, fold, [&](int m, int t) { return key_totals_[t / LANES * v.M + m]; });
       if (fold.decays) grad_.scale(v, fold.decay);
     }
     near_.release(*folded);
@@ -444,12 +459,14 @@ class BackwardTask {
     if (r_.scaled) each([&](float* x, int, int t) { store(x, load(x) * load(r_.unit + t)); });
   }
   // From the gradient of the weights, less the totals' part, that of the logs (or arguments).
-  SUBQUAD_STAGE void finish_rows(const Field& state) {
+  // total(m, t): of feature m of the state that the vector of rows from t on reads.
+  template <class Total>
+  SUBQUAD_STAGE void finish_rows(Total total) {
     with_kind(v.p.kind, [&](auto kind) {
       constexpr int KIND = decltype(kind)::value;
       each_vector(v.M, r_.panel_count, dlogs_, [&](float* x, int m, int t) {
         const Vec gain = slope<KIND>(load(r_.weights + (x - dlogs_)), load(r_.unit + t));
-        store(x, (load(x) + splat(state.total[m]) * load(centred_dot_ + t)) * gain);
+        store(x, (load(x) + splat(total(m, t)) * load(centred_dot_ + t)) * gain);
       });
     });
   }
@@ -458,11 +475,16 @@ class BackwardTask {
     load_gradient(&state);
     normalise_weights();
     const int tall = int(r_.height());
-    const Right g_lanes{grad_lanes_, long(v.Dv) * PANEL};
-    multiply(v.M, tall, v.Dv, panels(state.sum, v.M), g_lanes, in_panels(dlogs_, v.M));
-    add_to_field();
-    if (own) own_backward(*own, *fold);
-    finish_rows(state);
+    if (own && v.tiled()) {
+      read_and_fold_backward(group == 0, state, *own, *fold);
+      finish_rows([&](int m, int t) { return row_totals_[t / LANES * v.M + m]; });
+    } else {
+      const Right g_lanes{grad_lanes_, long(v.Dv) * PANEL};
+      multiply(v.M, tall, v.Dv, panels(state.sum, v.M), g_lanes, in_panels(dlogs_, v.M));
+      add_to_field();
+      if (own) own_backward(*own, *fold);
+      finish_rows([&](int m, int) { return state.total[m]; });
+    }
     queries_backward(v, r_, dlogs_, scratch_, map_, dx_);
     if (!near_.exact.empty()) {
       std::fill(r_.sum, r_.sum + tall, 0.0f);
@@ -470,6 +492,79 @@ class BackwardTask {
     }
     give_queries(group);
   }
+
+  // Sections of a block that read the field and whose keys enter it: what rows and keys get from the field, and give it.
+  void read_and_fold_backward(bool first, const Field& state, Keys& own, const Fold& fold) {
+    each_chunk(v, [&](int begin, int count) {
+      state_to_rows(state, own, fold, begin, count);
+      gradient_to_keys(first, own, fold, begin, count);
+    });
+    if (!triangle_.empty()) own_backward(own, fold);
+  }
+  // Section i in the order of the forward, of tokens that there are.
+  Seen section_at(int i, int tokens) const {
+    const int size = v.section(), from = (triangle_.kind == Triangle::AFTER ? section_count() - 1 - i : i) * size;
+    return {from, std::min(from + size, tokens)};
+  }
+  int section_count() const { return (v.p.block + v.section() - 1) / v.section(); }
+
+  // dlogs of some features from the states of the field that each section reads, which are made again.
+  SUBQUAD_STAGE void state_to_rows(const Field& state, const Keys& own, const Fold& fold, int begin, int count) {
+    Field field = section_state_;
+    field.copy_features_from(v, state, begin, count);
+    for (int i = 0; i < section_count(); ++i) {
+      const Seen rows = section_at(i, int(r_.height()));
+      multiply_lanes<false>(field, grad_lanes_, rows, begin, count, dlogs_);
+      copy_totals(field, rows, begin, count, row_totals_);
+      if (i + 1 < section_count())
+        add_section<false>(v, fold.weights, values_, own.height, nullptr, field, section_at(i, v.p.block), begin, count);
+    }
+  }
+  // Keys get the field's gradient at their section, to which rows of their own and earlier sections have not added yet.
+  // That of a second group is collected by itself, and added at last.
+  SUBQUAD_STAGE void gradient_to_keys(bool first, Keys& own, const Fold& fold, int begin, int count) {
+    Field field = first ? grad_ : section_state_;
+    if (!first) field.clear_features(v, begin, count);
+    for (int i = section_count() - 1; i >= 0; --i) {
+      const Seen keys = section_at(i, v.p.block), rows = section_at(i, int(r_.height()));
+      if (first) {
+        multiply_lanes<false>(field, own.value_lanes, keys, begin, count, key_dlogs_);
+        copy_totals(field, keys, begin, count, key_totals_);
+      } else {
+        multiply_lanes<true>(field, own.value_lanes, keys, begin, count, key_dlogs_);
+        add_totals(field, keys, begin, count, key_totals_);
+      }
+      each_panel_of(keys, [&](int t, int some) {
+        const float* weights = fold.weights + (long(t / PANEL) * v.M + begin) * PANEL + t % PANEL;
+        add_product(some, v.Dv, count, transposed(weights, v.M), {field.sum + begin * PANEL, long(v.M) * PANEL},
+                    in_rows(own.value_grad + t * v.height, v.height));
+      });
+      add_section<true>(v, r_.weights, grad_columns_, r_.height(), minus_dot_, field, rows, begin, count);
+    }
+    if (!first) grad_.add_features_of(v, field, begin, count);
+  }
+  // Some features of lanes [M][tokens] (+)= field.sum times lanes [Dv][tokens], for a section of the tokens.
+  template <bool ADD>
+  void multiply_lanes(const Field& field, const float* lanes, Seen tokens, int begin, int count, float* to) const {
+    const Panels sums = panels(field.sum + begin * PANEL, v.M);
+    each_panel_of(tokens, [&](int t, int some) {
+      const float* right = lanes + long(t / PANEL) * v.Dv * PANEL + t % PANEL;
+      float* result = to + (long(t / PANEL) * v.M + begin) * PANEL + t % PANEL;
+      if (some > LANES)
+        multiply_panel<ADD>(count, v.Dv, sums, right, result, PANEL);
+      else
+        multiply_half_panel<ADD>(count, v.Dv, sums, right, result, PANEL);
+    });
+  }
+  void copy_totals(const Field& field, Seen tokens, int begin, int count, float* to) const {
+    for (int t = tokens.from; t < tokens.to; t += LANES)
+      std::copy(field.total + begin, field.total + begin + count, to + t / LANES * v.M + begin);
+  }
+  void add_totals(const Field& field, Seen tokens, int begin, int count, float* to) const {
+    for (int t = tokens.from; t < tokens.to; t += LANES)
+      for (int m = begin; m < begin + count; ++m) to[t / LANES * v.M + m] += field.total[m];
+  }
+
   void give_queries(int group) {
     float* to = window_.q + group * window_.tokens * v.D;
     give_rows(window_.add, dx_, padded(v.D), r_.count, v.D, v.p.root, r_.token, v.p.length, to, window_.first);
@@ -570,6 +665,9 @@ class BackwardTask {
   MapGradients map_{};
   float *grad_lanes_, *grad_columns_, *minus_dot_, *centred_dot_, *lows_, *dlogs_, *key_dlogs_, *fold_total_, *scratch_, *dx_;
   float *scores_ = nullptr, *dscores_ = nullptr, *dscores_transposed_ = nullptr;
+  float *section_values_ = nullptr, *row_totals_ = nullptr, *key_totals_ = nullptr;  // the totals for each vector of tokens
+  const float* values_ = nullptr;  // of keys that are folded, less the centre
+  Field section_state_{};          // some features of the field, or of its gradient, between sections
   float largest_[TILE];
   Stage grad_stage_, out_stage_;
 };

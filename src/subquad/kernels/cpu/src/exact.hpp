@@ -12,11 +12,6 @@ struct Piece {
   long begin;  // its first row among the logits
 };
 
-// Keys [from, to) of a piece, or rows of a panel.
-struct Seen {
-  int from, to;
-};
-
 class Exact {
  public:
   // `capacity` keys in all.

@@ -5,6 +5,21 @@
 
 namespace subquad {
 
+// Tokens, keys or rows [from, to).
+struct Seen {
+  int from, to;
+};
+
+// Calls `work(t, some)` for those of each panel.
+template <class Work>
+inline void each_panel_of(Seen tokens, Work work) {
+  for (int t = tokens.from; t < tokens.to;) {
+    const int some = std::min(tokens.to - t, PANEL - t % PANEL);
+    work(t, some);
+    t += some;
+  }
+}
+
 // Calls `work(x, m, t)` for each vector of a matrix in lanes: x points at feature m of LANES tokens, of which the first is t.
 template <class Work>
 inline void each_vector(int features, int panel_count, float* lanes, Work work) {
@@ -202,6 +217,39 @@ SUBQUAD_STAGE inline void set_fold(const View& v, const Keys& keys, const Fold& 
   std::copy(fold.total, fold.total + v.M, field.total);
 }
 
+// Sums over some tokens, whole vectors, of up to LANES features from m on in lanes [M][tokens], times `factor` [tokens] if
+// there is one.
+template <bool WEIGHTED>
+inline Vec sum_tokens(const View& v, const float* lanes, Seen tokens, int m, int count, const float* factor) {
+  Vec sums[LANES] = {};
+  for (int t = tokens.from; t < tokens.to; t += LANES) {
+    const float* x = lanes + (long(t / PANEL) * v.M + m) * PANEL + t % PANEL;
+    const Vec by = WEIGHTED ? load(factor + t) : Vec{};
+    const auto add = [&](int i) { sums[i] += WEIGHTED ? load(x + i * PANEL) * by : load(x + i * PANEL); };
+    if (count == LANES)  // sums stay in registers
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; ++i) add(i);
+    else
+      for (int i = 0; i < count; ++i) add(i);
+  }
+  return sums_across(sums);
+}
+
+// field += weights in lanes [M][tokens] times [value, factor], for some tokens, the first of which begins a vector, and
+// some features. No factor: 1. `columns`: values [tokens][Dv] of `height` tokens.
+template <bool WEIGHTED>
+SUBQUAD_STAGE inline void add_section(const View& v, const float* weights, const float* columns, long height,
+                                      const float* factor, Field& field, Seen tokens, int begin, int count) {
+  each_panel_of(tokens, [&](int t, int some) {
+    const float* from = weights + (long(t / PANEL) * v.M + begin) * PANEL + t % PANEL;
+    add_product(count, v.Dv, some, panels(from, v.M), {columns + long(t) * PANEL, height * PANEL}, field.sums_from(v, begin));
+  });
+  for (int m = begin; m < begin + count; m += LANES) {
+    const int some = std::min(LANES, begin + count - m);
+    field.add_to_totals(m, sum_tokens<WEIGHTED>(v, weights, tokens, m, some, factor), some);
+  }
+}
+
 // Weights of the keys from `begin` on, relative to `max`, which they raise first (unless `fixed`). They enter `field`,
 // if there is one.
 inline void make_fold(const View& v, const Keys& keys, int begin, int tokens, float* max, bool fixed, Fold& fold,
@@ -289,7 +337,28 @@ SUBQUAD_STAGE inline void query_logs(const View& v, const float* max, Rows& r) {
   }
 }
 
-// exp(logs - far), and what they weigh against the field's totals, added to `sum`. Some features or all.
+// exp(logs - far). Some features or all.
+SUBQUAD_STAGE inline void query_exponentials(const View& v, Rows& r, int begin, int count) {
+  for (int j = 0; j < r.panel_count; ++j) {
+    const Vec far_low = load(r.far + j * PANEL), far_high = load(r.far + j * PANEL + LANES);
+    float* x = r.weights + (long(j) * v.M + begin) * PANEL;
+    for (int m = begin; m < begin + count; ++m, x += PANEL)
+      store(x, vexp(load(x) - far_low)), store(x + LANES, vexp(load(x + LANES) - far_high));
+  }
+}
+// What the weights of some rows, whole vectors, weigh against totals, added to `sum`.
+inline void add_weighted_totals(const View& v, const float* total, Rows& r, Seen rows, int begin, int count) {
+  for (int t = rows.from; t < rows.to; t += LANES) {
+    const float* x = r.weights + (long(t / PANEL) * v.M + begin) * PANEL + t % PANEL;
+    Vec sums[4] = {load(r.sum + t)};  // several, as each waits for the one before
+    int m = 0;
+    for (; m + 4 <= count; m += 4)
+      for (int i = 0; i < 4; ++i) sums[i] += load(x + (m + i) * PANEL) * splat(total[begin + m + i]);
+    for (; m < count; ++m) sums[0] += load(x + m * PANEL) * splat(total[begin + m]);
+    store(r.sum + t, (sums[0] + sums[1]) + (sums[2] + sums[3]));
+  }
+}
+// Both, where all rows read one field.
 SUBQUAD_STAGE inline void query_weights(const View& v, const float* total, Rows& r, int begin, int count) {
   for (int j = 0; j < r.panel_count; ++j) {
     Vec low = load(r.sum + j * PANEL), high = load(r.sum + j * PANEL + LANES);

@@ -5,6 +5,7 @@
 // Letters as in api.hpp.
 #pragma once
 #include <limits>
+#include <numeric>
 
 #include "tokens.hpp"
 
@@ -48,6 +49,12 @@ struct View {
   // Whether a block has several near blocks, some of which read others by features.
   bool tiled() const { return is_tiled(p); }
   static bool is_tiled(const Problem& p) { return p.near_blocks && p.block > p.near; }
+  // Tokens of a block that read the field at one time: whole near blocks, and whole vectors of tokens where a block has
+  // several of those.
+  int section() const {
+    const int least = p.near * (LANES / std::gcd(LANES, p.near));
+    return std::min(least, p.block);
+  }
   // Blocks on one side of a block in which its rows may have exact keys, or keys that it folds.
   static long around(const Problem& p) { return p.near_blocks ? (long(p.reach) * p.near + p.block - 1) / p.block : 1; }
   long around() const { return around(p); }
