@@ -46,7 +46,7 @@ class BackwardTask {
     }
     for (long i = to - 1; i >= from; --i) {
       const long b = pass.block(i);
-      prefetch(pass.block(i - v.p.blocks_per_segment), pass.block(i - 1));  // segments begin by folding their keys
+      prefetch(pass.block(i - v.p.blocks_per_segment) * v.p.block, pass.block(i - 1));  // segments begin by folding their keys
       Fold* folds = &folds_[(i - from) * folds_per_block()];
       if (pass.kind == Pass::OWN)
         own(b, states_[i - from], folds);
@@ -57,7 +57,7 @@ class BackwardTask {
 
   // No far field.
   void exact(long b) {
-    prefetch(v.p.near_blocks ? b - v.around() - 1 : View::NO_BLOCK, b - 1);
+    prefetch(v.p.near_blocks ? (b - v.around() - 1) * v.p.block : View::NO_TOKEN, b - 1);
     v.p.near_blocks ? near_.attend_around(b) : near_.attend_to_sinks(b);
     if (near_.exact.empty()) return;
     const long begin = b * v.p.block, end = std::min<long>(begin + v.p.block, v.p.length);
@@ -78,12 +78,12 @@ class BackwardTask {
     reserve_segment(1);
   }
   void scatter(long b) {
-    prefetch(View::NO_BLOCK, b + 1);
+    prefetch(View::NO_TOKEN, b + 1);
     near_.attend_to_sinks(b);
     block_rows(b, work_);
   }
   void gather(long b) {
-    prefetch(b + 1, View::NO_BLOCK);
+    prefetch((b + 1) * v.p.block, View::NO_BLOCK);
     Keys& block = near_.block(b);
     make_fold(v, block, 0, block.count, work_.max, true, folds_[0]);
     fold_backward(block, folds_[0]);
@@ -92,7 +92,7 @@ class BackwardTask {
   // Only what the queries of a block say to the keys before it (features without maxima).
   void sum_queries(long b) {
     const long begin = b * v.p.block, count = std::min<long>(v.p.block, v.p.length - begin);
-    prefetch(View::NO_BLOCK, b + 1);
+    prefetch(View::NO_TOKEN, b + 1);
     for (int group = 0; group < v.p.groups; ++group) {
       open_rows(group, begin, int(count), grad_);  // without maxima no state is needed
       load_gradient(nullptr);
@@ -168,7 +168,7 @@ class BackwardTask {
       folds_.push_back(Fold::allocate(v, std::min(TILE, v.p.block)));
   }
 
-  // Blocks of keys and of rows that come next.
+  // The first of the keys, and the block of rows, that come next.
   void prefetch(long keys, long rows) const {
     prefetcher().clear();
     v.prefetch_rows(v.p.q, rows, v.D);
@@ -200,21 +200,24 @@ class BackwardTask {
     }
   }
 
-  // A block of several near blocks, as `read_and_fold` of the forward: the state that its rows read is kept.
+  // A block of several near blocks, as `read_and_fold` of the forward: the state that its first rows read is kept.
   SUBQUAD_STAGE void record_tiled(bool back, long b, long place) {
     Field& state = states_[place];
     Fold& fold = folds_[place];
-    state.copy_from(v, work_);
     in_parts_[place] = false;
     const long token = v.folded_token(back, b);
-    if (token + v.p.block <= 0 || token >= v.p.key_length) return;
+    if (token + v.p.block <= 0 || token >= v.p.key_length) return state.copy_from(v, work_);
     scout_.load(v, token, v.p.block, work_.centre);
+    std::copy(work_.max, work_.max + v.M, state.max);
     make_fold(v, scout_, 0, scout_.count, work_.max, false, fold);
     in_parts_[place] = grows_much(state.max, work_.max, v.M);
-    if (fold.decays) {
+    if (fold.decays && !in_parts_[place]) work_.scale(v, fold.decay);
+    state.copy_sums_from(v, work_);
+    std::copy(work_.centre, work_.centre + v.height, state.centre);
+    if (in_parts_[place])
       work_.scale(v, fold.decay);
-      if (!in_parts_[place]) state.copy_from(v, work_);
-    }
+    else
+      std::copy(work_.max, work_.max + v.M, state.max);
     add_fold(v, scout_, fold, work_, 0, v.M);
   }
 
@@ -282,7 +285,6 @@ class BackwardTask {
       finish_fold(*folded, fold, [&](int m, int t) { return key_totals_[t / LANES * v.M + m]; });
       if (fold.decays) grad_.scale(v, fold.decay);
     }
-    near_.release(*folded);
   }
   // Its near blocks one by one.
   void near_parts(long begin, int count, bool back, Keys& folded, const Field& before) {
@@ -501,23 +503,17 @@ class BackwardTask {
     });
     if (!triangle_.empty()) own_backward(own, fold);
   }
-  // Section i in the order of the forward, of tokens that there are.
-  Seen section_at(int i, int tokens) const {
-    const int size = v.section(), from = (triangle_.kind == Triangle::AFTER ? section_count() - 1 - i : i) * size;
-    return {from, std::min(from + size, tokens)};
-  }
-  int section_count() const { return (v.p.block + v.section() - 1) / v.section(); }
-
   // dlogs of some features from the states of the field that each section reads, which are made again.
   SUBQUAD_STAGE void state_to_rows(const Field& state, const Keys& own, const Fold& fold, int begin, int count) {
     Field field = section_state_;
     field.copy_features_from(v, state, begin, count);
-    for (int i = 0; i < section_count(); ++i) {
-      const Seen rows = section_at(i, int(r_.height()));
+    const bool back = triangle_.kind == Triangle::AFTER;
+    for (int i = 0; i < v.sections(); ++i) {
+      const Seen rows = v.section_at(i, back, int(r_.height()));
       multiply_lanes<false>(field, grad_lanes_, rows, begin, count, dlogs_);
       copy_totals(field, rows, begin, count, row_totals_);
-      if (i + 1 < section_count())
-        add_section<false>(v, fold.weights, values_, own.height, nullptr, field, section_at(i, v.p.block), begin, count);
+      if (i + 1 < v.sections())
+        add_section(v, fold, values_, own.height, v.section_at(i, back, v.p.block), field, begin, count);
     }
   }
   // Keys get the field's gradient at their section, to which rows of their own and earlier sections have not added yet.
@@ -525,8 +521,9 @@ class BackwardTask {
   SUBQUAD_STAGE void gradient_to_keys(bool first, Keys& own, const Fold& fold, int begin, int count) {
     Field field = first ? grad_ : section_state_;
     if (!first) field.clear_features(v, begin, count);
-    for (int i = section_count() - 1; i >= 0; --i) {
-      const Seen keys = section_at(i, v.p.block), rows = section_at(i, int(r_.height()));
+    const bool back = triangle_.kind == Triangle::AFTER;
+    for (int i = v.sections() - 1; i >= 0; --i) {
+      const Seen keys = v.section_at(i, back, v.p.block), rows = v.section_at(i, back, int(r_.height()));
       if (first) {
         multiply_lanes<false>(field, own.value_lanes, keys, begin, count, key_dlogs_);
         copy_totals(field, keys, begin, count, key_totals_);
@@ -539,9 +536,16 @@ class BackwardTask {
         add_product(some, v.Dv, count, transposed(weights, v.M), {field.sum + begin * PANEL, long(v.M) * PANEL},
                     in_rows(own.value_grad + t * v.height, v.height));
       });
-      add_section<true>(v, r_.weights, grad_columns_, r_.height(), minus_dot_, field, rows, begin, count);
+      add_rows(rows, field, begin, count);
     }
     if (!first) grad_.add_features_of(v, field, begin, count);
+  }
+  SUBQUAD_STAGE void add_rows(Seen rows, Field& field, int begin, int count) {
+    add_weighted(v, r_.weights, grad_columns_, r_.height(), field, rows, begin, count);
+    for (int m = begin; m < begin + count; m += LANES) {
+      const int some = std::min(LANES, begin + count - m);
+      field.add_to_totals(m, sum_tokens<true>(v, r_.weights, rows, m, some, minus_dot_), some);
+    }
   }
   // Some features of lanes [M][tokens] (+)= field.sum times lanes [Dv][tokens], for a section of the tokens.
   template <bool ADD>

@@ -5,11 +5,6 @@
 
 namespace subquad {
 
-// Tokens, keys or rows [from, to).
-struct Seen {
-  int from, to;
-};
-
 // Calls `work(t, some)` for those of each panel.
 template <class Work>
 inline void each_panel_of(Seen tokens, Work work) {
@@ -134,6 +129,7 @@ struct Fold {
   float *weights;          // [M][tokens] in lanes, relative to the new maxima
   float *decay, *max;      // [M] what the field shrinks by; the maxima after
   float *total;            // [M] sums of the weights
+  float *section_totals;   // [sections][M] the same for each section of a block that has several near blocks
 
   static Fold allocate(const View& v, int tokens) {
     Fold fold{};
@@ -141,6 +137,7 @@ struct Fold {
     fold.decay = pool().take(v.M);
     fold.max = pool().take(v.M);
     fold.total = pool().take(v.M);
+    if (v.tiled()) fold.section_totals = pool().take(long(v.sections()) * v.M);
     return fold;
   }
 };
@@ -225,28 +222,44 @@ inline Vec sum_tokens(const View& v, const float* lanes, Seen tokens, int m, int
   for (int t = tokens.from; t < tokens.to; t += LANES) {
     const float* x = lanes + (long(t / PANEL) * v.M + m) * PANEL + t % PANEL;
     const Vec by = WEIGHTED ? load(factor + t) : Vec{};
-    const auto add = [&](int i) { sums[i] += WEIGHTED ? load(x + i * PANEL) * by : load(x + i * PANEL); };
-    if (count == LANES)  // sums stay in registers
+    if (count == LANES) {  // sums stay in registers
 #pragma GCC unroll 16
-      for (int i = 0; i < LANES; ++i) add(i);
-    else
-      for (int i = 0; i < count; ++i) add(i);
+      for (int i = 0; i < LANES; ++i) sums[i] += WEIGHTED ? load(x + i * PANEL) * by : load(x + i * PANEL);
+    } else {
+      for (int i = 0; i < count; ++i) sums[i] += WEIGHTED ? load(x + i * PANEL) * by : load(x + i * PANEL);
+    }
   }
-  return sums_across(sums);
+  return across(sums, [](Vec a, Vec b) { return a + b; });
 }
 
-// field += weights in lanes [M][tokens] times [value, factor], for some tokens, the first of which begins a vector, and
-// some features. No factor: 1. `columns`: values [tokens][Dv] of `height` tokens.
-template <bool WEIGHTED>
-SUBQUAD_STAGE inline void add_section(const View& v, const float* weights, const float* columns, long height,
-                                      const float* factor, Field& field, Seen tokens, int begin, int count) {
+// Totals of some features for each section of the tile.
+SUBQUAD_STAGE inline void sum_sections(const View& v, int begin, int count, Fold& fold) {
+  for (int s = 0; s < v.sections(); ++s)
+    for (int m = begin; m < begin + count; m += LANES) {
+      const int some = std::min(LANES, begin + count - m);
+      const Vec sums = sum_tokens<false>(v, fold.weights, v.section_at(s, false, v.p.block), m, some, nullptr);
+      store_some(fold.section_totals + long(s) * v.M + m, sums, some);
+    }
+}
+
+// Sums of a field += weights in lanes [M][tokens] times values [tokens][Dv] of `height` tokens: some tokens, the first of
+// which begins a vector, and some features.
+inline void add_weighted(const View& v, const float* weights, const float* columns, long height, const Field& field,
+                         Seen tokens, int begin, int count) {
   each_panel_of(tokens, [&](int t, int some) {
     const float* from = weights + (long(t / PANEL) * v.M + begin) * PANEL + t % PANEL;
     add_product(count, v.Dv, some, panels(from, v.M), {columns + long(t) * PANEL, height * PANEL}, field.sums_from(v, begin));
   });
+}
+
+// A section of a fold, with values that are relative to the field's centre.
+SUBQUAD_STAGE inline void add_section(const View& v, const Fold& fold, const float* values, long height, Seen tokens,
+                                      Field& field, int begin, int count) {
+  add_weighted(v, fold.weights, values, height, field, tokens, begin, count);
+  const float* totals = fold.section_totals + long(tokens.from / v.section) * v.M;
   for (int m = begin; m < begin + count; m += LANES) {
     const int some = std::min(LANES, begin + count - m);
-    field.add_to_totals(m, sum_tokens<WEIGHTED>(v, weights, tokens, m, some, factor), some);
+    field.add_to_totals(m, load_some(totals + m, some), some);
   }
 }
 
@@ -268,6 +281,7 @@ inline void make_fold(const View& v, const Keys& keys, int begin, int tokens, fl
       fold_exponential(v, scalar, max, fixed, first, count, fold);
     else
       fold_elementwise(v, keys.fold + begin, first, count, fold);
+    if (fold.section_totals) sum_sections(v, first, count, fold);
     if (!field) return;
     if (fold.decays) field->scale(v, fold.decay, first, count);
     add_fold(v, keys, fold, *field, first, count);

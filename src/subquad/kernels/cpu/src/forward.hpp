@@ -82,7 +82,7 @@ struct Triangle {
   int near, section;
 
   static Triangle of(const View& v, bool back) {
-    return {v.tiled() ? back ? AFTER : BEFORE : TOKENS, v.p.near, v.tiled() ? v.section() : v.p.block};
+    return {v.tiled() ? back ? AFTER : BEFORE : TOKENS, v.p.near, v.section};
   }
   bool empty() const { return kind != TOKENS && section == near; }
   // Keys that some row of panel j reads; the first is the first of a panel.
@@ -137,7 +137,7 @@ class ForwardTask {
 
   // near > 0, towards the end: exact on blocks b - reach to b (to b + reach), far on those before.
   void along(long b) {
-    prefetch(b + (v.p.causal ? 1 : v.around() + 1), b + 1);
+    prefetch(near_.token(near_.last_around(b + 1)), b + 1);
     near_.attend_around(b);
     if (v.tiled()) return read_and_fold(b, false);
     read_block(b);
@@ -145,7 +145,7 @@ class ForwardTask {
   }
   // near > 0, towards the beginning: far on blocks after b + reach.
   void back(long b) {
-    prefetch(b - 1 + v.around(), b - 1);
+    prefetch(v.folded_token(true, b - 1), b - 1);
     near_.attend_to_nothing();
     if (v.tiled()) return read_and_fold(b, true);
     read_block(b);
@@ -153,7 +153,7 @@ class ForwardTask {
   }
   // No far field.
   void exact(long b) {
-    prefetch(v.p.near_blocks ? b + (v.p.causal ? 1 : v.around() + 1) : View::NO_BLOCK, b + 1);
+    prefetch(v.p.near_blocks ? near_.token(near_.last_around(b + 1)) : View::NO_TOKEN, b + 1);
     v.p.near_blocks ? near_.attend_around(b) : near_.attend_to_sinks(b);
     const long begin = b * v.p.block, end = std::min<long>(begin + v.p.block, v.p.length);
     for (int group = 0; group < v.p.groups; ++group)
@@ -161,17 +161,17 @@ class ForwardTask {
   }
   // near = 0, not causal: first all keys, then all queries.
   void gather(long b) {
-    prefetch(b + 1, View::NO_BLOCK);
+    prefetch((b + 1) * v.p.block, View::NO_BLOCK);
     fold_block(near_.block(b));
   }
   void scatter(long b) {
-    prefetch(View::NO_BLOCK, b + 1);
+    prefetch(View::NO_TOKEN, b + 1);
     near_.attend_to_sinks(b);
     read_block(b);
   }
   // near = 0, causal.
   void own(long b) {
-    prefetch(b + 1, b + 1);
+    prefetch((b + 1) * v.p.block, b + 1);
     near_.attend_to_sinks(b);
     const long begin = b * v.p.block;
     own_tokens(begin, int(std::min<long>(v.p.block, v.p.length - begin)));
@@ -180,7 +180,7 @@ class ForwardTask {
   // all keys before it.
   void prepare(long b, Keys& keys, Fold& fold, Field sum) const {
     const long begin = b * v.p.block;
-    prefetch(b + 1, View::NO_BLOCK);
+    prefetch((b + 1) * v.p.block, View::NO_BLOCK);
     keys.load(v, begin, int(std::min<long>(v.p.block, v.p.length - begin)));
     std::fill(sum.max, sum.max + v.M, 0.0f);
     make_fold(v, keys, 0, keys.count, sum.max, true, fold);
@@ -188,12 +188,12 @@ class ForwardTask {
   }
   void read_prepared(const Keys& keys, const Fold& fold, Field before) {
     field_ = before, fold_ = fold;
-    prefetch(View::NO_BLOCK, keys.token / v.p.block + 1);
+    prefetch(View::NO_TOKEN, keys.token / v.p.block + 1);
     for (int group = 0; group < v.p.groups; ++group) read_rows(group, keys.token, keys.count, &keys);
   }
 
  private:
-  // Blocks of keys and of queries that come next.
+  // The first of the keys, and the block of queries, that come next.
   void prefetch(long keys, long queries) const {
     prefetcher().clear();
     v.prefetch_keys(keys);
@@ -233,7 +233,6 @@ class ForwardTask {
       std::copy(before_max_.begin(), before_max_.end(), field_.max);
       return read_and_fold_parts(begin, count, back, *folded);
     }
-    if (fold_.decays) field_.scale(v, fold_.decay);
     const bool centred = field_.is_centred(v);
     if (centred) folded->copy_values(v, field_.centre, section_values_);  // exact parts still need the values themselves
     values_ = centred ? section_values_ : folded->value_columns;
@@ -278,7 +277,7 @@ class ForwardTask {
       query_sums(v, field_.total, r_);
     }
     each_chunk(v, [&](int begin, int features) {
-      if (own && v.tiled()) return read_sections(*own, group + 1 == v.p.groups, begin, features);
+      if (own && v.tiled()) return read_sections(*own, group, begin, features);
       if (v.logarithmic()) query_weights(v, field_.total, r_, begin, features);
       read_field(begin, features);
     });
@@ -307,17 +306,16 @@ class ForwardTask {
 
   // Some features: each section of the rows reads the field, and its folded keys enter it, while this part of the field
   // is in the first cache. The last group leaves the field as it is after the block, the others as it was before.
-  void read_sections(const Keys& own, bool last, int begin, int features) {
+  void read_sections(const Keys& own, int group, int begin, int features) {
+    const bool last = group + 1 == v.p.groups, back = triangle_.kind == Triangle::AFTER;
     query_exponentials(v, r_, begin, features);
+    if (group == 0 && fold_.decays) field_.scale(v, fold_.decay, begin, features);
     if (!last) before_.copy_features_from(v, field_, begin, features);
     Field field = last ? field_ : before_;
-    const int size = v.section(), sections = (v.p.block + size - 1) / size;
-    for (int step = 0; step < sections; ++step) {
-      const int from = (triangle_.kind == Triangle::AFTER ? sections - 1 - step : step) * size;
-      read_section(field, {from, std::min(from + size, int(r_.height()))}, begin, features);
-      if (last || step + 1 < sections)
-        add_section<false>(v, fold_.weights, values_, own.height, nullptr, field, {from, std::min(from + size, v.p.block)},
-                           begin, features);
+    for (int i = 0; i < v.sections(); ++i) {
+      read_section(field, v.section_at(i, back, int(r_.height())), begin, features);
+      if (last || i + 1 < v.sections())
+        add_section(v, fold_, values_, own.height, v.section_at(i, back, v.p.block), field, begin, features);
     }
     if (!triangle_.empty()) add_scores(own, begin, features);
   }
