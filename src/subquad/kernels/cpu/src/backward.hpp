@@ -509,11 +509,11 @@ class BackwardTask {
     field.copy_features_from(v, state, begin, count);
     const bool back = triangle_.kind == Triangle::AFTER;
     for (int i = 0; i < v.sections(); ++i) {
-      const Seen rows = v.section_at(i, back, int(r_.height()));
+      const Seen rows = v.section_at(i, back, r_.height());
       multiply_lanes<false>(field, grad_lanes_, rows, begin, count, dlogs_);
       copy_totals(field, rows, begin, count, row_totals_);
       if (i + 1 < v.sections())
-        add_section(v, fold, values_, own.height, v.section_at(i, back, v.p.block), field, begin, count);
+        add_section(v, fold, values_, own.height, v.section_at(i, back, own.height), field, begin, count);
     }
   }
   // Keys get the field's gradient at their section, to which rows of their own and earlier sections have not added yet.
@@ -523,7 +523,7 @@ class BackwardTask {
     if (!first) field.clear_features(v, begin, count);
     const bool back = triangle_.kind == Triangle::AFTER;
     for (int i = v.sections() - 1; i >= 0; --i) {
-      const Seen keys = v.section_at(i, back, v.p.block), rows = v.section_at(i, back, int(r_.height()));
+      const Seen keys = v.section_at(i, back, own.height), rows = v.section_at(i, back, r_.height());
       if (first) {
         multiply_lanes<false>(field, own.value_lanes, keys, begin, count, key_dlogs_);
         copy_totals(field, keys, begin, count, key_totals_);

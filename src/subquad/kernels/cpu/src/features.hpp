@@ -237,7 +237,7 @@ SUBQUAD_STAGE inline void sum_sections(const View& v, int begin, int count, Fold
   for (int s = 0; s < v.sections(); ++s)
     for (int m = begin; m < begin + count; m += LANES) {
       const int some = std::min(LANES, begin + count - m);
-      const Vec sums = sum_tokens<false>(v, fold.weights, v.section_at(s, false, v.p.block), m, some, nullptr);
+      const Vec sums = sum_tokens<false>(v, fold.weights, v.section_at(s, false, fold.panel_count * PANEL), m, some, nullptr);
       store_some(fold.section_totals + long(s) * v.M + m, sums, some);
     }
 }

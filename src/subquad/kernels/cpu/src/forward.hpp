@@ -241,12 +241,16 @@ class ForwardTask {
   void read_and_fold_parts(long begin, int count, bool back, Keys& folded) {
     const std::vector<float> fold(folded.fold, folded.fold + folded.height);
     const int parts = v.p.block / v.p.near;
-    if (field_.is_centred(v)) folded.subtract(v, field_.centre);
+    float* const values = folded.value_columns;
+    const bool centred = field_.is_centred(v);
+    if (centred) folded.copy_values(v, field_.centre, section_values_);
     for (int step = 0; step < parts; ++step) {
       const int part = back ? parts - 1 - step : step, first = part * v.p.near, some = std::min(v.p.near, count - first);
       for (int group = 0; group < v.p.groups && some > 0; ++group) read_rows(group, begin + first, some, nullptr);
       fold_only(v, folded, fold, part);
+      if (centred) folded.value_columns = section_values_;  // but not for exact parts
       make_fold(v, folded, 0, folded.count, field_.max, false, fold_, &field_);
+      folded.value_columns = values;
     }
   }
 
@@ -313,9 +317,9 @@ class ForwardTask {
     if (!last) before_.copy_features_from(v, field_, begin, features);
     Field field = last ? field_ : before_;
     for (int i = 0; i < v.sections(); ++i) {
-      read_section(field, v.section_at(i, back, int(r_.height())), begin, features);
+      read_section(field, v.section_at(i, back, r_.height()), begin, features);
       if (last || i + 1 < v.sections())
-        add_section(v, fold_, values_, own.height, v.section_at(i, back, v.p.block), field, begin, features);
+        add_section(v, fold_, values_, own.height, v.section_at(i, back, own.height), field, begin, features);
     }
     if (!triangle_.empty()) add_scores(own, begin, features);
   }

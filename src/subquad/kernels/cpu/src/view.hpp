@@ -20,6 +20,9 @@ struct Seen {
   int from, to;
 };
 
+constexpr int LEAST_SECTION = 16;  // tokens; fewer make products inefficient. Whole vectors
+static_assert(LEAST_SECTION % LANES == 0, "sections begin with a vector");
+
 struct View {
   const Problem& p;
   long b, h;   // sequence, key head
@@ -38,7 +41,7 @@ struct View {
     h = task / p.slices % p.key_heads;
     b = task / p.slices / p.key_heads;
     D = p.head_dim, Dv = p.value_dim, height = padded(Dv);
-    section = std::min(p.near * (LANES / std::gcd(LANES, p.near)), p.block);
+    section = std::min(std::lcm(int(p.near), LEAST_SECTION), int(p.block));
     const long unit = p.rule == GROUPS ? p.num_features / p.rule_groups : 1, units = p.num_features / unit;
     first = int(units * slice / p.slices * unit);
     M = int(units * (slice + 1) / p.slices * unit) - first;
@@ -56,10 +59,10 @@ struct View {
   // Whether a block has several near blocks, some of which read others by features.
   bool tiled() const { return is_tiled(p); }
   int sections() const { return (p.block + section - 1) / section; }
-  // The i-th section in the order of a sweep, as far as there are tokens.
-  Seen section_at(int i, bool back, int tokens) const {
-    const int from = (back ? sections() - 1 - i : i) * section;
-    return {from, std::min(from + section, tokens)};
+  // The i-th section in the order of a sweep, of `tokens`, padding included, which belongs to the last one.
+  Seen section_at(int i, bool back, long tokens) const {
+    const int from = (back ? sections() - 1 - i : i) * section, to = from + section;
+    return {from, to < p.block ? std::min(to, int(tokens)) : int(tokens)};
   }
   static bool is_tiled(const Problem& p) { return p.near_blocks && p.block > p.near; }
   // Blocks on one side of a block in which its rows may have exact keys, or keys that it folds.
