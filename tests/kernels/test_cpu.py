@@ -161,6 +161,35 @@ def test_parts_of_a_head_meet_more_than_once(name: str, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize(("near", "reach"), [(4, 9), (8, 6), (12, 4), (16, 4), (16, 5), (32, 3)])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_wide_windows(near: int, reach: int, count: int, causal: bool) -> None:
+    """Sections of a tile with one near block or several, query heads that share keys, and values that have a centre."""
+    generator = torch.Generator().manual_seed(0)
+    heads = (4, 2, 2)
+    double = [torch.randn(1, h, 1100, 20, generator=generator, dtype=torch.float64) for h in heads]
+    double[2] += 1
+    mask = torch.rand(1, 1100, generator=generator) > 0.1
+    attention = FavorAttention(20, 48, near=near, reach=reach, sinks=2)
+
+    def run(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in double]
+        out = attention(*leaves, causal=causal, key_mask=mask)
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    with threads(count):
+        got, want = run(torch.float32), run(torch.float64)
+    for name, g, w in zip(("output", "dq", "dk", "dv"), got, want, strict=True):
+        assert_close(g, w, 1e-5, name)
+
+
+def test_wide_windows_of_heads_in_portions() -> None:
+    """Keys that the rows of two portions see get gradients from both."""
+    with threads(2):
+        assert_engines_agree(FavorAttention(64, 256, near=16, reach=5, num_heads=4), 2600, causal=True)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("near", [0, 32], ids=["paper", "near"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_rows_that_need_smaller_blocks(near: int, count: int, causal: bool) -> None:

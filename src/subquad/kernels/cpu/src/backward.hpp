@@ -46,7 +46,7 @@ class BackwardTask {
     }
     for (long i = to - 1; i >= from; --i) {
       const long b = pass.block(i);
-      prefetch(pass.block(i - v.p.blocks_per_segment), pass.block(i - 1));  // segments begin by folding their keys
+      prefetch(pass.block(i - v.p.blocks_per_segment) * v.p.block, pass.block(i - 1));  // segments begin by folding their keys
       Fold* folds = &folds_[(i - from) * folds_per_block()];
       if (pass.kind == Pass::OWN)
         own(b, states_[i - from], folds);
@@ -57,7 +57,7 @@ class BackwardTask {
 
   // No far field.
   void exact(long b) {
-    prefetch(v.p.near_blocks ? b - v.around() - 1 : View::NO_BLOCK, b - 1);
+    prefetch(v.p.near_blocks ? (b - v.around() - 1) * v.p.block : View::NO_TOKEN, b - 1);
     v.p.near_blocks ? near_.attend_around(b) : near_.attend_to_sinks(b);
     if (near_.exact.empty()) return;
     const long begin = b * v.p.block, end = std::min<long>(begin + v.p.block, v.p.length);
@@ -78,12 +78,12 @@ class BackwardTask {
     reserve_segment(1);
   }
   void scatter(long b) {
-    prefetch(View::NO_BLOCK, b + 1);
+    prefetch(View::NO_TOKEN, b + 1);
     near_.attend_to_sinks(b);
     block_rows(b, work_);
   }
   void gather(long b) {
-    prefetch(b + 1, View::NO_BLOCK);
+    prefetch((b + 1) * v.p.block, View::NO_BLOCK);
     Keys& block = near_.block(b);
     make_fold(v, block, 0, block.count, work_.max, true, folds_[0]);
     fold_backward(block, folds_[0]);
@@ -92,7 +92,7 @@ class BackwardTask {
   // Only what the queries of a block say to the keys before it (features without maxima).
   void sum_queries(long b) {
     const long begin = b * v.p.block, count = std::min<long>(v.p.block, v.p.length - begin);
-    prefetch(View::NO_BLOCK, b + 1);
+    prefetch(View::NO_TOKEN, b + 1);
     for (int group = 0; group < v.p.groups; ++group) {
       open_rows(group, begin, int(count), grad_);  // without maxima no state is needed
       load_gradient(nullptr);
@@ -134,12 +134,20 @@ class BackwardTask {
     key_dlogs_ = pool().take(n * v.M);
     scratch_ = v.p.rule == GROUPS ? pool().take(n * v.M) : nullptr;
     fold_total_ = pool().take(v.M);
+    if (v.tiled()) allocate_sections();
     dx_ = pool().take(n * padded(v.D));
     if (!v.tiled() && (v.p.near_blocks || !v.p.causal)) return;
     scores_ = pool().take(n * n);
     dscores_ = pool().take(n * n);
     dscores_transposed_ = pool().take(n * n);
     read_ = Field::over(v, pool().take(Field::size(v)));
+  }
+
+  void allocate_sections() {
+    section_values_ = pool().take(padded(v.p.block) * v.height);
+    row_totals_ = pool().take(TILE / LANES * v.M);
+    key_totals_ = pool().take(TILE / LANES * v.M);
+    section_state_ = Field::over(v, pool().take(Field::size(v)));
   }
 
   void allocate_map_gradients() {
@@ -160,7 +168,7 @@ class BackwardTask {
       folds_.push_back(Fold::allocate(v, std::min(TILE, v.p.block)));
   }
 
-  // Blocks of keys and of rows that come next.
+  // The first of the keys, and the block of rows, that come next.
   void prefetch(long keys, long rows) const {
     prefetcher().clear();
     v.prefetch_rows(v.p.q, rows, v.D);
@@ -192,21 +200,24 @@ class BackwardTask {
     }
   }
 
-  // A block of several near blocks, as `read_and_fold` of the forward: the state that its rows read is kept.
+  // A block of several near blocks, as `read_and_fold` of the forward: the state that its first rows read is kept.
   SUBQUAD_STAGE void record_tiled(bool back, long b, long place) {
     Field& state = states_[place];
     Fold& fold = folds_[place];
-    state.copy_from(v, work_);
     in_parts_[place] = false;
     const long token = v.folded_token(back, b);
-    if (token + v.p.block <= 0 || token >= v.p.key_length) return;
+    if (token + v.p.block <= 0 || token >= v.p.key_length) return state.copy_from(v, work_);
     scout_.load(v, token, v.p.block, work_.centre);
+    std::copy(work_.max, work_.max + v.M, state.max);
     make_fold(v, scout_, 0, scout_.count, work_.max, false, fold);
     in_parts_[place] = grows_much(state.max, work_.max, v.M);
-    if (fold.decays) {
+    if (fold.decays && !in_parts_[place]) work_.scale(v, fold.decay);
+    state.copy_sums_from(v, work_);
+    std::copy(work_.centre, work_.centre + v.height, state.centre);
+    if (in_parts_[place])
       work_.scale(v, fold.decay);
-      if (!in_parts_[place]) state.copy_from(v, work_);
-    }
+    else
+      std::copy(work_.max, work_.max + v.M, state.max);
     add_fold(v, scout_, fold, work_, 0, v.M);
   }
 
@@ -219,15 +230,20 @@ class BackwardTask {
     add_product(tokens, v.Dv, v.M, transposed(fold.weights, v.M), {grad_.sum, long(v.M) * PANEL},
                 in_rows(block.value_grad + fold.begin * v.height, v.height));
   }
-  SUBQUAD_STAGE void finish_fold(Keys& block, const Fold& fold) {
+  // total(m, t): of feature m, for the vector of tokens from t on.
+  template <class Total>
+  SUBQUAD_STAGE void finish_fold(Keys& block, const Fold& fold, Total total) {
     with_kind(v.p.kind, [&](auto kind) {
       constexpr int KIND = decltype(kind)::value;
       each_vector(v.M, fold.panel_count, key_dlogs_, [&](float* x, int m, int t) {
         const Vec gain = slope<KIND>(load(fold.weights + (x - key_dlogs_)), load(block.fold + fold.begin + t));
-        store(x, (load(x) + splat(fold_total_[m])) * gain);
+        store(x, (load(x) + splat(total(m, t))) * gain);
       });
     });
     keys_backward(v, block, fold, key_dlogs_, scratch_, map_);
+  }
+  void finish_fold(Keys& block, const Fold& fold) {
+    finish_fold(block, fold, [&](int m, int) { return fold_total_[m]; });
   }
   void fold_backward(Keys& block, const Fold& fold) {
     fold_gradient(block, fold);
@@ -259,15 +275,16 @@ class BackwardTask {
       near_parts(begin, count, back, *folded, state);
     } else {
       triangle_ = Triangle::of(v, back);
-      fold_gradient(*folded, fold);
+      const bool centred = state.is_centred(v);
+      if (centred) folded->copy_values(v, state.centre, section_values_);
+      values_ = centred ? section_values_ : folded->value_columns;
       for (int group = 0; group < v.p.groups; ++group) {
         open_rows(group, begin, count, state);
         rows_backward(group, state, folded, &fold);
       }
-      finish_fold(*folded, fold);
+      finish_fold(*folded, fold, [&](int m, int t) { return key_totals_[t / LANES * v.M + m]; });
       if (fold.decays) grad_.scale(v, fold.decay);
     }
-    near_.release(*folded);
   }
   // Its near blocks one by one.
   void near_parts(long begin, int count, bool back, Keys& folded, const Field& before) {
@@ -444,12 +461,14 @@ class BackwardTask {
     if (r_.scaled) each([&](float* x, int, int t) { store(x, load(x) * load(r_.unit + t)); });
   }
   // From the gradient of the weights, less the totals' part, that of the logs (or arguments).
-  SUBQUAD_STAGE void finish_rows(const Field& state) {
+  // total(m, t): of feature m of the state that the vector of rows from t on reads.
+  template <class Total>
+  SUBQUAD_STAGE void finish_rows(Total total) {
     with_kind(v.p.kind, [&](auto kind) {
       constexpr int KIND = decltype(kind)::value;
       each_vector(v.M, r_.panel_count, dlogs_, [&](float* x, int m, int t) {
         const Vec gain = slope<KIND>(load(r_.weights + (x - dlogs_)), load(r_.unit + t));
-        store(x, (load(x) + splat(state.total[m]) * load(centred_dot_ + t)) * gain);
+        store(x, (load(x) + splat(total(m, t)) * load(centred_dot_ + t)) * gain);
       });
     });
   }
@@ -458,11 +477,16 @@ class BackwardTask {
     load_gradient(&state);
     normalise_weights();
     const int tall = int(r_.height());
-    const Right g_lanes{grad_lanes_, long(v.Dv) * PANEL};
-    multiply(v.M, tall, v.Dv, panels(state.sum, v.M), g_lanes, in_panels(dlogs_, v.M));
-    add_to_field();
-    if (own) own_backward(*own, *fold);
-    finish_rows(state);
+    if (own && v.tiled()) {
+      read_and_fold_backward(group == 0, state, *own, *fold);
+      finish_rows([&](int m, int t) { return row_totals_[t / LANES * v.M + m]; });
+    } else {
+      const Right g_lanes{grad_lanes_, long(v.Dv) * PANEL};
+      multiply(v.M, tall, v.Dv, panels(state.sum, v.M), g_lanes, in_panels(dlogs_, v.M));
+      add_to_field();
+      if (own) own_backward(*own, *fold);
+      finish_rows([&](int m, int) { return state.total[m]; });
+    }
     queries_backward(v, r_, dlogs_, scratch_, map_, dx_);
     if (!near_.exact.empty()) {
       std::fill(r_.sum, r_.sum + tall, 0.0f);
@@ -470,6 +494,81 @@ class BackwardTask {
     }
     give_queries(group);
   }
+
+  // Sections of a block that read the field and whose keys enter it: what rows and keys get from the field, and give it.
+  void read_and_fold_backward(bool first, const Field& state, Keys& own, const Fold& fold) {
+    each_chunk(v, [&](int begin, int count) {
+      state_to_rows(state, own, fold, begin, count);
+      gradient_to_keys(first, own, fold, begin, count);
+    });
+    if (!triangle_.empty()) own_backward(own, fold);
+  }
+  // dlogs of some features from the states of the field that each section reads, which are made again.
+  SUBQUAD_STAGE void state_to_rows(const Field& state, const Keys& own, const Fold& fold, int begin, int count) {
+    Field field = section_state_;
+    field.copy_features_from(v, state, begin, count);
+    const bool back = triangle_.kind == Triangle::AFTER;
+    for (int i = 0; i < v.sections(); ++i) {
+      const Seen rows = v.section_at(i, back, r_.height());
+      multiply_lanes<false>(field, grad_lanes_, rows, begin, count, dlogs_);
+      copy_totals(field, rows, begin, count, row_totals_);
+      if (i + 1 < v.sections())
+        add_section(v, fold, values_, own.height, v.section_at(i, back, own.height), field, begin, count);
+    }
+  }
+  // Keys get the field's gradient at their section, to which rows of their own and earlier sections have not added yet.
+  // That of a second group is collected by itself, and added at last.
+  SUBQUAD_STAGE void gradient_to_keys(bool first, Keys& own, const Fold& fold, int begin, int count) {
+    Field field = first ? grad_ : section_state_;
+    if (!first) field.clear_features(v, begin, count);
+    const bool back = triangle_.kind == Triangle::AFTER;
+    for (int i = v.sections() - 1; i >= 0; --i) {
+      const Seen keys = v.section_at(i, back, own.height), rows = v.section_at(i, back, r_.height());
+      if (first) {
+        multiply_lanes<false>(field, own.value_lanes, keys, begin, count, key_dlogs_);
+        copy_totals(field, keys, begin, count, key_totals_);
+      } else {
+        multiply_lanes<true>(field, own.value_lanes, keys, begin, count, key_dlogs_);
+        add_totals(field, keys, begin, count, key_totals_);
+      }
+      each_panel_of(keys, [&](int t, int some) {
+        const float* weights = fold.weights + (long(t / PANEL) * v.M + begin) * PANEL + t % PANEL;
+        add_product(some, v.Dv, count, transposed(weights, v.M), {field.sum + begin * PANEL, long(v.M) * PANEL},
+                    in_rows(own.value_grad + t * v.height, v.height));
+      });
+      add_rows(rows, field, begin, count);
+    }
+    if (!first) grad_.add_features_of(v, field, begin, count);
+  }
+  SUBQUAD_STAGE void add_rows(Seen rows, Field& field, int begin, int count) {
+    add_weighted(v, r_.weights, grad_columns_, r_.height(), field, rows, begin, count);
+    for (int m = begin; m < begin + count; m += LANES) {
+      const int some = std::min(LANES, begin + count - m);
+      field.add_to_totals(m, sum_tokens<true>(v, r_.weights, rows, m, some, minus_dot_), some);
+    }
+  }
+  // Some features of lanes [M][tokens] (+)= field.sum times lanes [Dv][tokens], for a section of the tokens.
+  template <bool ADD>
+  void multiply_lanes(const Field& field, const float* lanes, Seen tokens, int begin, int count, float* to) const {
+    const Panels sums = panels(field.sum + begin * PANEL, v.M);
+    each_panel_of(tokens, [&](int t, int some) {
+      const float* right = lanes + long(t / PANEL) * v.Dv * PANEL + t % PANEL;
+      float* result = to + (long(t / PANEL) * v.M + begin) * PANEL + t % PANEL;
+      if (some > LANES)
+        multiply_panel<ADD>(count, v.Dv, sums, right, result, PANEL);
+      else
+        multiply_half_panel<ADD>(count, v.Dv, sums, right, result, PANEL);
+    });
+  }
+  void copy_totals(const Field& field, Seen tokens, int begin, int count, float* to) const {
+    for (int t = tokens.from; t < tokens.to; t += LANES)
+      std::copy(field.total + begin, field.total + begin + count, to + t / LANES * v.M + begin);
+  }
+  void add_totals(const Field& field, Seen tokens, int begin, int count, float* to) const {
+    for (int t = tokens.from; t < tokens.to; t += LANES)
+      for (int m = begin; m < begin + count; ++m) to[t / LANES * v.M + m] += field.total[m];
+  }
+
   void give_queries(int group) {
     float* to = window_.q + group * window_.tokens * v.D;
     give_rows(window_.add, dx_, padded(v.D), r_.count, v.D, v.p.root, r_.token, v.p.length, to, window_.first);
@@ -570,6 +669,9 @@ class BackwardTask {
   MapGradients map_{};
   float *grad_lanes_, *grad_columns_, *minus_dot_, *centred_dot_, *lows_, *dlogs_, *key_dlogs_, *fold_total_, *scratch_, *dx_;
   float *scores_ = nullptr, *dscores_ = nullptr, *dscores_transposed_ = nullptr;
+  float *section_values_ = nullptr, *row_totals_ = nullptr, *key_totals_ = nullptr;  // the totals for each vector of tokens
+  const float* values_ = nullptr;  // of keys that are folded, less the centre
+  Field section_state_{};          // some features of the field, or of its gradient, between sections
   float largest_[TILE];
   Stage grad_stage_, out_stage_;
 };

@@ -12,12 +12,10 @@ struct Piece {
   long begin;  // its first row among the logits
 };
 
-// Keys [from, to) of a piece, or rows of a panel.
-struct Seen {
-  int from, to;
-};
-
 class Exact {
+  // Rows of a panel that share the limits of what they see: a vector of them, if products take as many at a time.
+  static constexpr int PART = LANES % TALL == 0 ? LANES : PANEL;
+
  public:
   // `capacity` keys in all.
   static Exact allocate(long capacity, bool backward) {
@@ -41,8 +39,7 @@ class Exact {
         const Keys& keys = *piece.keys;
         const Seen seen = keys_seen(v, r, piece, j);
         float* x = panel(logits_, j) + (piece.begin + seen.from) * PANEL;
-        multiply_panel<false>(seen.to - seen.from, v.D, panels(keys.columns + seen.from * PANEL, keys.height),
-                              r.lanes + long(j) * v.D * PANEL, x, PANEL);
+        multiply_seen(v, r, piece, j, v.D, keys.columns, r.lanes, logits_);
         const Seen whole = seen_by_all(v, r, piece, j);
         for (int e = seen.from; e < seen.to; ++e, x += PANEL) mask(v, r, piece, j, e, e >= whole.from && e < whole.to, x);
       }
@@ -55,8 +52,8 @@ class Exact {
     for (int j = 0; j < r.panel_count; ++j)
       for (const Piece& piece : pieces_) {
         float* x = panel(logits_, j) + piece.begin * PANEL;
-        const Seen seen = keys_seen(v, r, piece, j);
         for (int lane = 0; lane < PANEL; lane += LANES) {
+          const Seen seen = keys_seen(v, r, piece, j, lane / PART * PART, PART);
           const Vec reference = load(r.exact + j * PANEL + lane);
           Vec sum = load(r.sum + j * PANEL + lane);
           for (int e = seen.from; e < seen.to; ++e) {
@@ -65,37 +62,39 @@ class Exact {
             sum += weight;
           }
           store(r.sum + j * PANEL + lane, sum);
+          fill_unseen(x + lane, seen, piece);
         }
-        fill_unseen(x, seen, piece);
       }
   }
 
   // r.out [tokens][Dv] += weights^T values
   SUBQUAD_STAGE void add_values(const View& v, Rows& r) const {
-    each_panel_and_piece(v, r, [&](int j, const Piece& piece, Seen seen) {
-      const Transposed A = transposed(panel(logits_, j) + (piece.begin + seen.from) * PANEL, 0);
+    each_part_and_piece(v, r, [&](int j, int first, const Piece& piece, Seen seen) {
+      const Transposed A = transposed(panel(logits_, j) + (piece.begin + seen.from) * PANEL + first, 0);
       const Right values{piece.keys->value_columns + seen.from * PANEL, piece.keys->height * PANEL};
-      add_product(PANEL, v.Dv, seen.to - seen.from, A, values, in_rows(r.out + j * PANEL * v.height, v.height));
+      add_product(PART, v.Dv, seen.to - seen.from, A, values, in_rows(r.out + (j * PANEL + first) * v.height, v.height));
     });
   }
 
   // Adds the gradients of queries (dx), keys and values. grad: [g] in lanes and columns, and minus g.out of each row.
   void backward(const View& v, Rows& r, const float* grad_lanes, const float* grad_columns, const float* minus_dot,
                 float* dx) {
-    each_panel_and_piece(v, r, [&](int j, const Piece& piece, Seen seen) {
+    for (int j = 0; j < r.panel_count; ++j)
+      for (const Piece& piece : pieces_) multiply_seen(v, r, piece, j, v.Dv, piece.keys->value_columns, grad_lanes, grad_);
+    each_part_and_piece(v, r, [&](int j, int first, const Piece& piece, Seen seen) {
       const Keys& keys = *piece.keys;
-      const int count = seen.to - seen.from;
-      const float* weight = panel(logits_, j) + (piece.begin + seen.from) * PANEL;
-      float* grad = panel(grad_, j) + (piece.begin + seen.from) * PANEL;
-      const float* lanes = grad_lanes + long(j) * v.Dv * PANEL;
-      multiply_panel<false>(count, v.Dv, panels(keys.value_columns + seen.from * PANEL, keys.height), lanes, grad, PANEL);
-      for (int i = 0; i < count * PANEL; i += LANES) {
-        const Vec shift = load(minus_dot + j * PANEL + i % PANEL);
-        store(grad + i, (load(grad + i) + shift) * load(weight + i));
+      const float* weight = panel(logits_, j) + piece.begin * PANEL + first;
+      float* grad = panel(grad_, j) + piece.begin * PANEL + first;
+      for (int lane = 0; lane < PART; lane += LANES) {
+        const Vec shift = load(minus_dot + j * PANEL + first + lane);
+        for (int at = seen.from * PANEL + lane; at < seen.to * PANEL; at += PANEL)
+          store(grad + at, (load(grad + at) + shift) * load(weight + at));
+        fill_unseen(grad + lane, seen, piece);
       }
-      fill_unseen(panel(grad_, j) + piece.begin * PANEL, seen, piece);
       const Right columns{keys.columns + seen.from * PANEL, keys.height * PANEL};
-      add_product(PANEL, v.D, count, transposed(grad, 0), columns, in_rows(dx + j * PANEL * padded(v.D), padded(v.D)));
+      const long depth = padded(v.D);
+      add_product(PART, v.D, seen.to - seen.from, transposed(grad + seen.from * PANEL, 0), columns,
+                  in_rows(dx + (j * PANEL + first) * depth, depth));
     });
     for (const Piece& piece : pieces_) keys_backward(v, r, piece, grad_columns);
   }
@@ -103,19 +102,41 @@ class Exact {
  private:
   float* panel(float* x, int j) const { return x + j * size_ * PANEL; }
 
+  // Zeros for a vector of rows and the keys that it does not see.
   static void fill_unseen(float* x, Seen seen, const Piece& piece) {
-    std::fill(x, x + seen.from * PANEL, 0.0f);
-    std::fill(x + seen.to * PANEL, x + piece.keys->count * PANEL, 0.0f);
+    for (int e = 0; e < seen.from; ++e) store(x + e * PANEL, Vec{});
+    for (int e = seen.to; e < piece.keys->count; ++e) store(x + e * PANEL, Vec{});
   }
 
-  // Keys of a piece that some row of panel j may see.
-  static Seen keys_seen(const View& v, const Rows& r, const Piece& piece, int j) {
+  // Keys of a piece that some row of panel j may see, or some of the rows of a part of it.
+  static Seen keys_seen(const View& v, const Rows& r, const Piece& piece, int j, int first = 0, int rows = PANEL) {
     const int count = piece.keys->count;
     if (piece.sinks) return {0, count};
-    const long row = r.token + j * PANEL, last = row + PANEL - 1, near = v.p.near, token = piece.keys->token;
+    const long row = r.token + j * PANEL + first, last = row + rows - 1, near = v.p.near, token = piece.keys->token;
     const long begin = (row / near - v.p.reach) * near, end = v.p.causal ? last + 1 : (last / near + v.p.reach + 1) * near;
     const int from = int(std::min<long>(count, std::max(0L, begin - token)));
     return {from, int(std::max<long>(from, std::min<long>(count, end - token)))};
+  }
+
+  // columns [keys][depth] of a piece times lanes [depth][rows] of panel j, where some row of a part of it may see the key.
+  void multiply_seen(const View& v, const Rows& r, const Piece& piece, int j, int depth, const float* columns,
+                     const float* lanes, float* to) const {
+    const Keys& keys = *piece.keys;
+    const float* right = lanes + long(j) * depth * PANEL;
+    float* result = panel(to, j) + piece.begin * PANEL;
+    Seen both = keys_seen(v, r, piece, j);
+    if constexpr (PART < PANEL) {
+      const Seen parts[] = {keys_seen(v, r, piece, j, 0, PART), keys_seen(v, r, piece, j, PART, PART)};
+      both.from = std::max(parts[0].from, parts[1].from);
+      both.to = std::max(both.from, std::min(parts[0].to, parts[1].to));
+      for (int i = 0; i < 2; ++i)
+        for (const Seen alone : {Seen{parts[i].from, std::min(parts[i].to, both.from)},
+                                 Seen{std::max(parts[i].from, both.to), parts[i].to}})
+          multiply_half_panel<false>(alone.to - alone.from, depth, panels(columns + alone.from * PANEL, keys.height),
+                                     right + i * PART, result + alone.from * PANEL + i * PART, PANEL);
+    }
+    multiply_panel<false>(both.to - both.from, depth, panels(columns + both.from * PANEL, keys.height), right,
+                          result + both.from * PANEL, PANEL);
   }
   // Keys of a piece that every row of panel j may see.
   static Seen seen_by_all(const View& v, const Rows& r, const Piece& piece, int j) {
@@ -147,10 +168,12 @@ class Exact {
     top_[0] = vmax(top_[0], load(x)), top_[1] = vmax(top_[1], load(x + LANES));
   }
 
+  // Rows of panel j from `first` on, and the keys of a piece that some of them may see.
   template <class Work>
-  void each_panel_and_piece(const View& v, const Rows& r, Work work) const {
+  void each_part_and_piece(const View& v, const Rows& r, Work work) const {
     for (int j = 0; j < r.panel_count; ++j)
-      for (const Piece& piece : pieces_) work(j, piece, keys_seen(v, r, piece, j));
+      for (const Piece& piece : pieces_)
+        for (int first = 0; first < PANEL; first += PART) work(j, first, piece, keys_seen(v, r, piece, j, first, PART));
   }
 
   SUBQUAD_STAGE void keys_backward(const View& v, const Rows& r, const Piece& piece, const float* grad_columns) {

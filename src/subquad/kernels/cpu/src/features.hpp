@@ -5,6 +5,16 @@
 
 namespace subquad {
 
+// Calls `work(t, some)` for those of each panel.
+template <class Work>
+inline void each_panel_of(Seen tokens, Work work) {
+  for (int t = tokens.from; t < tokens.to;) {
+    const int some = std::min(tokens.to - t, PANEL - t % PANEL);
+    work(t, some);
+    t += some;
+  }
+}
+
 // Calls `work(x, m, t)` for each vector of a matrix in lanes: x points at feature m of LANES tokens, of which the first is t.
 template <class Work>
 inline void each_vector(int features, int panel_count, float* lanes, Work work) {
@@ -119,6 +129,7 @@ struct Fold {
   float *weights;          // [M][tokens] in lanes, relative to the new maxima
   float *decay, *max;      // [M] what the field shrinks by; the maxima after
   float *total;            // [M] sums of the weights
+  float *section_totals;   // [sections][M] the same for each section of a block that has several near blocks
 
   static Fold allocate(const View& v, int tokens) {
     Fold fold{};
@@ -126,6 +137,7 @@ struct Fold {
     fold.decay = pool().take(v.M);
     fold.max = pool().take(v.M);
     fold.total = pool().take(v.M);
+    if (v.tiled()) fold.section_totals = pool().take(long(v.sections()) * v.M);
     return fold;
   }
 };
@@ -202,6 +214,55 @@ SUBQUAD_STAGE inline void set_fold(const View& v, const Keys& keys, const Fold& 
   std::copy(fold.total, fold.total + v.M, field.total);
 }
 
+// Sums over some tokens, whole vectors, of up to LANES features from m on in lanes [M][tokens], times `factor` [tokens] if
+// there is one.
+template <bool WEIGHTED>
+inline Vec sum_tokens(const View& v, const float* lanes, Seen tokens, int m, int count, const float* factor) {
+  Vec sums[LANES] = {};
+  for (int t = tokens.from; t < tokens.to; t += LANES) {
+    const float* x = lanes + (long(t / PANEL) * v.M + m) * PANEL + t % PANEL;
+    const Vec by = WEIGHTED ? load(factor + t) : Vec{};
+    if (count == LANES) {  // sums stay in registers
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; ++i) sums[i] += WEIGHTED ? load(x + i * PANEL) * by : load(x + i * PANEL);
+    } else {
+      for (int i = 0; i < count; ++i) sums[i] += WEIGHTED ? load(x + i * PANEL) * by : load(x + i * PANEL);
+    }
+  }
+  return across(sums, [](Vec a, Vec b) { return a + b; });
+}
+
+// Totals of some features for each section of the tile.
+SUBQUAD_STAGE inline void sum_sections(const View& v, int begin, int count, Fold& fold) {
+  for (int s = 0; s < v.sections(); ++s)
+    for (int m = begin; m < begin + count; m += LANES) {
+      const int some = std::min(LANES, begin + count - m);
+      const Vec sums = sum_tokens<false>(v, fold.weights, v.section_at(s, false, fold.panel_count * PANEL), m, some, nullptr);
+      store_some(fold.section_totals + long(s) * v.M + m, sums, some);
+    }
+}
+
+// Sums of a field += weights in lanes [M][tokens] times values [tokens][Dv] of `height` tokens: some tokens, the first of
+// which begins a vector, and some features.
+inline void add_weighted(const View& v, const float* weights, const float* columns, long height, const Field& field,
+                         Seen tokens, int begin, int count) {
+  each_panel_of(tokens, [&](int t, int some) {
+    const float* from = weights + (long(t / PANEL) * v.M + begin) * PANEL + t % PANEL;
+    add_product(count, v.Dv, some, panels(from, v.M), {columns + long(t) * PANEL, height * PANEL}, field.sums_from(v, begin));
+  });
+}
+
+// A section of a fold, with values that are relative to the field's centre.
+SUBQUAD_STAGE inline void add_section(const View& v, const Fold& fold, const float* values, long height, Seen tokens,
+                                      Field& field, int begin, int count) {
+  add_weighted(v, fold.weights, values, height, field, tokens, begin, count);
+  const float* totals = fold.section_totals + long(tokens.from / v.section) * v.M;
+  for (int m = begin; m < begin + count; m += LANES) {
+    const int some = std::min(LANES, begin + count - m);
+    field.add_to_totals(m, load_some(totals + m, some), some);
+  }
+}
+
 // Weights of the keys from `begin` on, relative to `max`, which they raise first (unless `fixed`). They enter `field`,
 // if there is one.
 inline void make_fold(const View& v, const Keys& keys, int begin, int tokens, float* max, bool fixed, Fold& fold,
@@ -220,6 +281,7 @@ inline void make_fold(const View& v, const Keys& keys, int begin, int tokens, fl
       fold_exponential(v, scalar, max, fixed, first, count, fold);
     else
       fold_elementwise(v, keys.fold + begin, first, count, fold);
+    if (fold.section_totals) sum_sections(v, first, count, fold);
     if (!field) return;
     if (fold.decays) field->scale(v, fold.decay, first, count);
     add_fold(v, keys, fold, *field, first, count);
@@ -289,7 +351,28 @@ SUBQUAD_STAGE inline void query_logs(const View& v, const float* max, Rows& r) {
   }
 }
 
-// exp(logs - far), and what they weigh against the field's totals, added to `sum`. Some features or all.
+// exp(logs - far). Some features or all.
+SUBQUAD_STAGE inline void query_exponentials(const View& v, Rows& r, int begin, int count) {
+  for (int j = 0; j < r.panel_count; ++j) {
+    const Vec far_low = load(r.far + j * PANEL), far_high = load(r.far + j * PANEL + LANES);
+    float* x = r.weights + (long(j) * v.M + begin) * PANEL;
+    for (int m = begin; m < begin + count; ++m, x += PANEL)
+      store(x, vexp(load(x) - far_low)), store(x + LANES, vexp(load(x + LANES) - far_high));
+  }
+}
+// What the weights of some rows, whole vectors, weigh against totals, added to `sum`.
+inline void add_weighted_totals(const View& v, const float* total, Rows& r, Seen rows, int begin, int count) {
+  for (int t = rows.from; t < rows.to; t += LANES) {
+    const float* x = r.weights + (long(t / PANEL) * v.M + begin) * PANEL + t % PANEL;
+    Vec sums[4] = {load(r.sum + t)};  // several, as each waits for the one before
+    int m = 0;
+    for (; m + 4 <= count; m += 4)
+      for (int i = 0; i < 4; ++i) sums[i] += load(x + (m + i) * PANEL) * splat(total[begin + m + i]);
+    for (; m < count; ++m) sums[0] += load(x + m * PANEL) * splat(total[begin + m]);
+    store(r.sum + t, (sums[0] + sums[1]) + (sums[2] + sums[3]));
+  }
+}
+// Both, where all rows read one field.
 SUBQUAD_STAGE inline void query_weights(const View& v, const float* total, Rows& r, int begin, int count) {
   for (int j = 0; j < r.panel_count; ++j) {
     Vec low = load(r.sum + j * PANEL), high = load(r.sum + j * PANEL + LANES);

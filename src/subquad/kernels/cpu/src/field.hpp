@@ -44,6 +44,25 @@ struct Field {
       clear_low(v);
   }
 
+  // Sums and totals of some features.
+  void copy_features_from(const View& v, const Field& other, int begin, int count) {
+    for (long j = 0; j < v.height; j += PANEL)
+      std::copy(other.row(v, j, begin), other.row(v, j, begin + count), row(v, j, begin));
+    std::copy(other.total + begin, other.total + begin + count, total + begin);
+  }
+  void clear_features(const View& v, int begin, int count) {
+    for (long j = 0; j < v.height; j += PANEL) std::fill(row(v, j, begin), row(v, j, begin + count), 0.0f);
+    std::fill(total + begin, total + begin + count, 0.0f);
+  }
+  void add_features_of(const View& v, const Field& other, int begin, int count) {
+    for (long j = 0; j < v.height; j += PANEL)
+      for (const float* x = other.row(v, j, begin); x < other.row(v, j, begin + count); x += LANES) add(x - other.sum, load(x));
+    for (int m = begin; m < begin + count; m += LANES) {
+      const int some = std::min(LANES, begin + count - m);
+      add_to_totals(m, load_some(other.total + m, some), some);
+    }
+  }
+
   void clear_low(const View& v) {
     if (low) std::fill(low, low + sums(v), 0.0f);
   }

@@ -75,24 +75,31 @@ inline void hide_rows(float* scores, int count) {
   store(scores + LANES, without_first(load(scores + LANES), count - LANES));
 }
 
-// Which keys of a block that is folded its rows read by features: those up to the own position, or, where they are near
-// blocks, the blocks before (after) the one that the row's own block is `reach` blocks away from.
+// Which keys of a block that is folded its rows read by scores of features: those up to the own position, or, where they
+// are near blocks of a section, the blocks before (after) the one that the row's own block is `reach` blocks away from.
 struct Triangle {
   enum Kind { TOKENS, BEFORE, AFTER } kind;
-  int near;
+  int near, section;
 
-  static Triangle of(const View& v, bool back) { return {v.tiled() ? back ? AFTER : BEFORE : TOKENS, v.p.near}; }
+  static Triangle of(const View& v, bool back) {
+    return {v.tiled() ? back ? AFTER : BEFORE : TOKENS, v.p.near, v.section};
+  }
+  bool empty() const { return kind != TOKENS && section == near; }
   // Keys that some row of panel j reads; the first is the first of a panel.
   Seen keys(int j, int count) const {
     const int row = j * PANEL, last = row + PANEL - 1;
-    if (kind == AFTER) return {std::min(count, (row / near + 1) * near) / PANEL * PANEL, count};
-    return {0, std::min(count, kind == TOKENS ? last + 1 : last / near * near)};
+    if (kind == TOKENS) return {0, std::min(count, last + 1)};
+    if (kind == AFTER)
+      return {std::min(count, (row / near + 1) * near) / PANEL * PANEL, std::min(count, (last / section + 1) * section)};
+    return {row / section * section / PANEL * PANEL, std::min(count, last / near * near)};
   }
   // Zeros for the rows of panel j that do not read key s.
   void hide(float* scores, int s, int j) const {
     if (kind == TOKENS) return hide_rows(scores, s - j * PANEL);
-    if (kind == BEFORE) return hide_rows(scores, (s / near + 1) * near - j * PANEL);
-    for (int i = std::max(0, s / near * near - j * PANEL); i < PANEL; ++i) scores[i] = 0;
+    const int first = s / section * section - j * PANEL, end = first + section, own = s / near * near - j * PANEL;
+    const Seen reading = kind == BEFORE ? Seen{own + near, end} : Seen{first, own};
+    for (int i = 0; i < PANEL; ++i)
+      if (i < reading.from || i >= reading.to) scores[i] = 0;
   }
 };
 
@@ -118,7 +125,7 @@ class ForwardTask {
     fold_ = Fold::allocate(v, TILE);
     lows_ = Lows::allocate(v);
     part_ = {pool().take(v.height), reinterpret_cast<int8_t*>(pool().take(v.height)), nullptr};
-    if (v.tiled()) scores_ = pool().take(TILE * TILE);
+    if (v.tiled()) allocate_sections();
     if (v.p.near_blocks || !v.p.causal) return;
     scores_ = pool().take(TILE * TILE);
     before_ = Field::running(v, pool().take(Field::running_size(v)));
@@ -130,7 +137,7 @@ class ForwardTask {
 
   // near > 0, towards the end: exact on blocks b - reach to b (to b + reach), far on those before.
   void along(long b) {
-    prefetch(b + (v.p.causal ? 1 : v.around() + 1), b + 1);
+    prefetch(near_.token(near_.last_around(b + 1)), b + 1);
     near_.attend_around(b);
     if (v.tiled()) return read_and_fold(b, false);
     read_block(b);
@@ -138,7 +145,7 @@ class ForwardTask {
   }
   // near > 0, towards the beginning: far on blocks after b + reach.
   void back(long b) {
-    prefetch(b - 1 + v.around(), b - 1);
+    prefetch(v.folded_token(true, b - 1), b - 1);
     near_.attend_to_nothing();
     if (v.tiled()) return read_and_fold(b, true);
     read_block(b);
@@ -146,7 +153,7 @@ class ForwardTask {
   }
   // No far field.
   void exact(long b) {
-    prefetch(v.p.near_blocks ? b + (v.p.causal ? 1 : v.around() + 1) : View::NO_BLOCK, b + 1);
+    prefetch(v.p.near_blocks ? near_.token(near_.last_around(b + 1)) : View::NO_TOKEN, b + 1);
     v.p.near_blocks ? near_.attend_around(b) : near_.attend_to_sinks(b);
     const long begin = b * v.p.block, end = std::min<long>(begin + v.p.block, v.p.length);
     for (int group = 0; group < v.p.groups; ++group)
@@ -154,17 +161,17 @@ class ForwardTask {
   }
   // near = 0, not causal: first all keys, then all queries.
   void gather(long b) {
-    prefetch(b + 1, View::NO_BLOCK);
+    prefetch((b + 1) * v.p.block, View::NO_BLOCK);
     fold_block(near_.block(b));
   }
   void scatter(long b) {
-    prefetch(View::NO_BLOCK, b + 1);
+    prefetch(View::NO_TOKEN, b + 1);
     near_.attend_to_sinks(b);
     read_block(b);
   }
   // near = 0, causal.
   void own(long b) {
-    prefetch(b + 1, b + 1);
+    prefetch((b + 1) * v.p.block, b + 1);
     near_.attend_to_sinks(b);
     const long begin = b * v.p.block;
     own_tokens(begin, int(std::min<long>(v.p.block, v.p.length - begin)));
@@ -173,7 +180,7 @@ class ForwardTask {
   // all keys before it.
   void prepare(long b, Keys& keys, Fold& fold, Field sum) const {
     const long begin = b * v.p.block;
-    prefetch(b + 1, View::NO_BLOCK);
+    prefetch((b + 1) * v.p.block, View::NO_BLOCK);
     keys.load(v, begin, int(std::min<long>(v.p.block, v.p.length - begin)));
     std::fill(sum.max, sum.max + v.M, 0.0f);
     make_fold(v, keys, 0, keys.count, sum.max, true, fold);
@@ -181,12 +188,12 @@ class ForwardTask {
   }
   void read_prepared(const Keys& keys, const Fold& fold, Field before) {
     field_ = before, fold_ = fold;
-    prefetch(View::NO_BLOCK, keys.token / v.p.block + 1);
+    prefetch(View::NO_TOKEN, keys.token / v.p.block + 1);
     for (int group = 0; group < v.p.groups; ++group) read_rows(group, keys.token, keys.count, &keys);
   }
 
  private:
-  // Blocks of keys and of queries that come next.
+  // The first of the keys, and the block of queries, that come next.
   void prefetch(long keys, long queries) const {
     prefetcher().clear();
     v.prefetch_keys(keys);
@@ -207,7 +214,13 @@ class ForwardTask {
         read_rows(group, t, int(std::min<long>(v.p.tile, end - t)), nullptr);
   }
 
-  // A block of several near blocks: the field before it, and what of the keys that enter it its later near blocks see.
+  void allocate_sections() {
+    scores_ = pool().take(TILE * TILE);
+    section_values_ = pool().take(padded(v.p.block) * v.height);
+    if (v.p.groups > 1) before_ = Field::over(v, pool().take(Field::size(v)));
+  }
+
+  // A block of several near blocks, whose keys enter the field section by section.
   void read_and_fold(long b, bool back) {
     const long begin = b * v.p.block;
     const int count = int(std::min<long>(v.p.block, v.p.length - begin));
@@ -220,20 +233,24 @@ class ForwardTask {
       std::copy(before_max_.begin(), before_max_.end(), field_.max);
       return read_and_fold_parts(begin, count, back, *folded);
     }
-    if (fold_.decays) field_.scale(v, fold_.decay);
+    const bool centred = field_.is_centred(v);
+    if (centred) folded->copy_values(v, field_.centre, section_values_);  // exact parts still need the values themselves
+    values_ = centred ? section_values_ : folded->value_columns;
     for (int group = 0; group < v.p.groups; ++group) read_rows(group, begin, count, folded);
-    if (field_.is_centred(v)) folded->subtract(v, field_.centre);
-    add_fold(v, *folded, fold_, field_, 0, v.M);
   }
   void read_and_fold_parts(long begin, int count, bool back, Keys& folded) {
     const std::vector<float> fold(folded.fold, folded.fold + folded.height);
     const int parts = v.p.block / v.p.near;
-    if (field_.is_centred(v)) folded.subtract(v, field_.centre);
+    float* const values = folded.value_columns;
+    const bool centred = field_.is_centred(v);
+    if (centred) folded.copy_values(v, field_.centre, section_values_);
     for (int step = 0; step < parts; ++step) {
       const int part = back ? parts - 1 - step : step, first = part * v.p.near, some = std::min(v.p.near, count - first);
       for (int group = 0; group < v.p.groups && some > 0; ++group) read_rows(group, begin + first, some, nullptr);
       fold_only(v, folded, fold, part);
+      if (centred) folded.value_columns = section_values_;  // but not for exact parts
       make_fold(v, folded, 0, folded.count, field_.max, false, fold_, &field_);
+      folded.value_columns = values;
     }
   }
 
@@ -264,14 +281,14 @@ class ForwardTask {
       query_sums(v, field_.total, r_);
     }
     each_chunk(v, [&](int begin, int features) {
+      if (own && v.tiled()) return read_sections(*own, group, begin, features);
       if (v.logarithmic()) query_weights(v, field_.total, r_, begin, features);
       read_field(begin, features);
-      if (own && v.tiled()) add_scores(*own, begin, features);  // while both sides are in the first cache
     });
     centred_ = field_.is_centred(v);
     std::copy(r_.sum, r_.sum + r_.height(), far_sum_);
     std::fill(r_.sum, r_.sum + r_.height(), 0.0f);
-    if (own) add_own(*own);
+    if (own && !triangle_.empty()) add_own(*own);
     if (!near_.exact.empty()) {
       near_.exact.weights(v, r_);
       near_.exact.add_values(v, r_);
@@ -291,6 +308,31 @@ class ForwardTask {
       add_product(int(r_.height()), v.Dv, count, weights, sums, in_rows(r_.out, v.height));
   }
 
+  // Some features: each section of the rows reads the field, and its folded keys enter it, while this part of the field
+  // is in the first cache. The last group leaves the field as it is after the block, the others as it was before.
+  void read_sections(const Keys& own, int group, int begin, int features) {
+    const bool last = group + 1 == v.p.groups, back = triangle_.kind == Triangle::AFTER;
+    query_exponentials(v, r_, begin, features);
+    if (group == 0 && fold_.decays) field_.scale(v, fold_.decay, begin, features);
+    if (!last) before_.copy_features_from(v, field_, begin, features);
+    Field field = last ? field_ : before_;
+    for (int i = 0; i < v.sections(); ++i) {
+      read_section(field, v.section_at(i, back, r_.height()), begin, features);
+      if (last || i + 1 < v.sections())
+        add_section(v, fold_, values_, own.height, v.section_at(i, back, own.height), field, begin, features);
+    }
+    if (!triangle_.empty()) add_scores(own, begin, features);
+  }
+  SUBQUAD_STAGE void read_section(const Field& field, Seen rows, int begin, int count) {
+    add_weighted_totals(v, field.total, r_, rows, begin, count);
+    const Right sums{field.sum + begin * PANEL, long(v.M) * PANEL};
+    each_panel_of(rows, [&](int t, int some) {
+      const Transposed weights = transposed(r_.weights + (long(t / PANEL) * v.M + begin) * PANEL + t % PANEL, v.M);
+      const Result out = in_rows(r_.out + t * v.height, v.height);
+      begin == 0 ? multiply(some, v.Dv, count, weights, sums, out) : add_product(some, v.Dv, count, weights, sums, out);
+    });
+  }
+
   // The largest exponent of each row, as one point on two scales: far + scalar = exact.
   void references() {
     if (near_.exact.empty()) {
@@ -305,7 +347,7 @@ class ForwardTask {
     }
   }
 
-  // Some features' part of the scores of keys that are folded with the block.
+  // Some features' part of the scores of keys that are folded with the rows' own section.
   SUBQUAD_STAGE void add_scores(const Keys& own, int begin, int count) {
     for (int j = 0; j < r_.panel_count; ++j) {
       const Seen keys = triangle_.keys(j, own.count);
@@ -422,6 +464,8 @@ class ForwardTask {
   float far_sum_[TILE], near_sum_[TILE];  // what a row weighs in the far field, and elsewhere
   bool centred_ = false;
   float* scores_ = nullptr;
+  float* section_values_ = nullptr;  // of a block that is folded, less the centre
+  const float* values_ = nullptr;    // these, or the block's own
   long first_seen_ = 0;
 };
 

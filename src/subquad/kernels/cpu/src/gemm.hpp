@@ -125,6 +125,38 @@ inline void multiply_panel(int height, int depth, const Left& A, const float* b,
   product<ADD>(height, PANEL, depth, A, {b, 0}, {c, stride, 0});
 }
 
+// ROWS x LANES numbers of C: half of a panel of B and C.
+template <int ROWS, bool ADD>
+inline __attribute__((always_inline)) void multiply_half_tile(int depth, const float* a, const Panels& A, const float* b,
+                                                              float* c, long stride) {
+  Vec sum[ROWS];
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i) sum[i] = Vec{};
+  for (; depth > 0; depth -= PANEL, a += A.next()) {
+    const int some = depth < PANEL ? depth : PANEL;
+#pragma GCC unroll 4
+    for (int k = 0; k < some; ++k, b += PANEL) {
+      const Vec right = load(b);
+#pragma GCC unroll 16
+      for (int i = 0; i < ROWS; ++i) sum[i] += splat(a[i * Panels::ROW + k]) * right;
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i) store(c + i * stride, ADD ? load(c + i * stride) + sum[i] : sum[i]);
+}
+
+// One vector of columns of B and C.
+template <bool ADD>
+inline void multiply_half_panel(int height, int depth, const Panels& A, const float* b, float* c, long stride) {
+  int i = 0;
+  for (; i + 2 * TALL <= height; i += 2 * TALL) {
+    prefetcher().some();
+    multiply_half_tile<2 * TALL, ADD>(depth, A.at(i), A, b, c + i * stride, stride);
+  }
+  for (; i + 4 <= height; i += 4) multiply_half_tile<4, ADD>(depth, A.at(i), A, b, c + i * stride, stride);
+  for (; i < height; ++i) multiply_half_tile<1, ADD>(depth, A.at(i), A, b, c + i * stride, stride);
+}
+
 // C [height][width] = A [height][depth] B [depth][width]; widths are rounded up to whole panels.
 template <class Left>
 inline void multiply(int height, int width, int depth, Left A, Right B, Result C) {

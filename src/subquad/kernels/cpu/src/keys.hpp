@@ -44,6 +44,15 @@ struct Keys {
     for (int i = 0; i < height; ++i) alive[i] = i < count, fold[i] = 0;
     fill(v, v.p.sink_k, v.p.sink_v, nullptr);
   }
+  // The values less a centre.
+  SUBQUAD_STAGE void copy_values(const View& v, const float* centre, float* to) const {
+    for (long d = 0; d < v.height; d += LANES) {
+      const Vec less = subquad::load(centre + d);
+      const long column = d / PANEL * height * PANEL + d % PANEL;
+      for (int i = 0; i < count; ++i)
+        store(to + column + i * PANEL, subquad::load(value_columns + column + i * PANEL) - less);
+    }
+  }
   // The values, when nothing but a far field needs them any more.
   SUBQUAD_STAGE void subtract(const View& v, const float* centre) {
     for (long d = 0; d < v.height; d += LANES) {

@@ -44,7 +44,6 @@ class Neighbours {
       ring_[i] = Keys::allocate(v, near ? v.p.block : TILE, lanes, backward ? !v.in_place() : near, backward);
       held_[i] = NOTHING;
     }
-    if (View::folds_copies(v.p)) copy_ = Keys::allocate(v, v.p.block, true, backward, backward);
     if (v.p.sinks) {
       sinks = Keys::allocate(v, v.p.sinks, true, true, backward);
       sinks.load_sinks(v);
@@ -52,33 +51,35 @@ class Neighbours {
     exact = Exact::allocate(v.p.sinks + (near ? slots_ * v.p.block : 0), backward);
   }
 
-  Keys& block(long b) {
+  // Blocks of keys are not those of rows, but `View::key_offset` away. In a sweep back, nothing but what is folded is read.
+  long token(long b, bool back = false) const { return b * v.p.block + (back ? 1 : -1) * View::key_offset(v.p); }
+  Keys& block(long b, bool back = false) {
     const long slot = b % slots_;
     if (held_[slot] != b) {
       if (held_[slot] != NOTHING) give_back(ring_[slot]);
-      ring_[slot].load(v, b * v.p.block, v.p.block);
+      ring_[slot].load(v, token(b, back), v.p.block);
       held_[slot] = b;
     }
     return ring_[slot];
   }
-  // As many keys as a block has that enter the far field after block b was read: one of the blocks, or a copy of parts of
-  // two, until the next call; null if there are none.
+  // The block of keys that enters the far field after block b was read; null if there is none.
   Keys* folded(bool back, long b) {
-    const long token = v.folded_token(back, b);
-    if (token + v.p.block <= 0 || token >= v.p.key_length) return nullptr;
-    if (token % v.p.block == 0) return &block(token / v.p.block);
-    copy_.load(v, token, v.p.block);
-    return &copy_;
-  }
-  void release(Keys& folded) {
-    if (&folded == &copy_) give_back(copy_);
+    const long distance = long(v.p.reach) * v.p.near / v.p.block, other = back ? b + distance : b - distance;
+    return there(other, back) ? &block(other, back) : nullptr;
   }
   // near = 0: any tokens, until the next call.
   Keys& tokens(long begin, int count) {
     ring_[0].load(v, begin, count);
     return ring_[0];
   }
-  bool there(long b) const { return b >= 0 && b < v.blocks(v.p.key_length); }
+  bool there(long b, bool back = false) const {
+    return token(b, back) + v.p.block > 0 && token(b, back) < v.p.key_length;
+  }
+  // The last one that rows of block b may see.
+  long last_around(long b) const {
+    const long end = (b + 1) * v.p.block + (v.p.causal ? 0 : long(v.p.reach) * v.p.near);
+    return (end - 1 + View::key_offset(v.p)) / v.p.block;
+  }
 
   // What the rows of block b attend to exactly: nothing, the sinks, or the sinks and the blocks around. Which keys of a
   // block a row sees is up to `Exact`.
@@ -90,8 +91,7 @@ class Neighbours {
   void attend_around(long b) {
     attend_to_sinks(b);
     if (!v.exact_turn(b)) return;
-    const long around = v.around();
-    for (long other = b - around; other <= (v.p.causal ? b : b + around); ++other)
+    for (long other = b - long(v.p.reach) * v.p.near / v.p.block; other <= last_around(b); ++other)
       if (there(other)) exact.add(false, &block(other));
   }
 
@@ -118,7 +118,6 @@ class Neighbours {
   const GradientWindow* window_;
   long slots_;
   std::vector<Keys> ring_;
-  Keys copy_{};
   std::vector<long> held_;
 };
 

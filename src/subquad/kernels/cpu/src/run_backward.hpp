@@ -28,10 +28,9 @@ inline void start_gradient(const View& v, const Pass& pass, const Backward& save
     grad.clear(v);
 }
 
-// Whether the gradient of one token is a sum: over slices, over two sweeps, or of what two copies of a key collected; or
-// nothing at all, of keys that no query sees.
+// Whether the gradient of one token is a sum, over slices or over two sweeps, or nothing at all, of keys that no query sees.
 inline bool meets_rows_again(const Problem& p) {
-  return p.slices > 1 || (p.near_blocks && !p.causal) || View::folds_copies(p) || !p.far;
+  return p.slices > 1 || (p.near_blocks && !p.causal) || !p.far;
 }
 
 inline GradientWindow whole_window(const View& v, const Backward& saved) {
@@ -42,7 +41,7 @@ inline GradientWindow whole_window(const View& v, const Backward& saved) {
 
 // Where the portion after this one, which comes before it on the way back, has left gradients of keys already.
 inline long met_before(const View& v, const Pass& pass, const Portion& portion) {
-  return pass.kind == Pass::ALONG && portion.to < pass.blocks ? (portion.to - v.around()) * v.p.block : GradientWindow::NEVER;
+  return pass.kind == Pass::ALONG && portion.to < pass.blocks ? v.folded_token(false, portion.to) : GradientWindow::NEVER;
 }
 
 inline void backward_alone(const View& v, const Passes& passes, const Backward& saved) {
@@ -85,7 +84,8 @@ struct Windows {
   long first, tokens, key_first, key_tokens, size;
 
   Windows(const Problem& p, long chunk_blocks) {
-    tokens = chunk_blocks * p.block, key_tokens = tokens + 2L * View::around(p) * p.block;
+    const long beyond = 2 * View::around(p) + (View::key_offset(p) ? 1 : 0);
+    tokens = chunk_blocks * p.block, key_tokens = tokens + beyond * p.block;
     size = tokens * p.groups * p.head_dim + key_tokens * (p.head_dim + p.value_dim);
     memory = new_buffer(task_count(p) / p.slices * (p.slices - 1) * size);
   }

@@ -5,6 +5,7 @@
 // Letters as in api.hpp.
 #pragma once
 #include <limits>
+#include <numeric>
 
 #include "tokens.hpp"
 
@@ -14,6 +15,14 @@ constexpr float FLOOR = -1e30f;  // running maximum of no key at all: finite, be
 constexpr float DEAD = -1e32f;   // log-weight of a key that does not count: exp(DEAD - FLOOR) is 0
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
+// Tokens, keys or rows [from, to).
+struct Seen {
+  int from, to;
+};
+
+constexpr int LEAST_SECTION = 16;  // tokens; fewer make products inefficient. Whole vectors
+static_assert(LEAST_SECTION % LANES == 0, "sections begin with a vector");
+
 struct View {
   const Problem& p;
   long b, h;   // sequence, key head
@@ -22,6 +31,7 @@ struct View {
   int first;   // feature
   int M;       // features of this slice
   long height; // Dv rounded up to panels
+  int section; // tokens of a block that read the field at one time: whole near blocks and whole vectors, or the block
   const float *query, *key, *bias, *offset_weight;
   const float *query_panels = nullptr, *key_panels = nullptr;  // the maps as products want them; see `with_maps`
   float offset_bias, query_norms, key_norms;
@@ -31,6 +41,7 @@ struct View {
     h = task / p.slices % p.key_heads;
     b = task / p.slices / p.key_heads;
     D = p.head_dim, Dv = p.value_dim, height = padded(Dv);
+    section = std::min(std::lcm(int(p.near), LEAST_SECTION), int(p.block));
     const long unit = p.rule == GROUPS ? p.num_features / p.rule_groups : 1, units = p.num_features / unit;
     first = int(units * slice / p.slices * unit);
     M = int(units * (slice + 1) / p.slices * unit) - first;
@@ -47,12 +58,18 @@ struct View {
   bool logarithmic() const { return p.kind == EXP; }
   // Whether a block has several near blocks, some of which read others by features.
   bool tiled() const { return is_tiled(p); }
+  int sections() const { return (p.block + section - 1) / section; }
+  // The i-th section in the order of a sweep, of `tokens`, padding included, which belongs to the last one.
+  Seen section_at(int i, bool back, long tokens) const {
+    const int from = (back ? sections() - 1 - i : i) * section, to = from + section;
+    return {from, to < p.block ? std::min(to, int(tokens)) : int(tokens)};
+  }
   static bool is_tiled(const Problem& p) { return p.near_blocks && p.block > p.near; }
   // Blocks on one side of a block in which its rows may have exact keys, or keys that it folds.
   static long around(const Problem& p) { return p.near_blocks ? (long(p.reach) * p.near + p.block - 1) / p.block : 1; }
   long around() const { return around(p); }
-  // Whether the keys that are folded together are parts of two blocks, and are read and collect gradients a second time.
-  static bool folds_copies(const Problem& p) { return is_tiled(p) && long(p.reach) * p.near % p.block; }
+  // Blocks of keys begin this much before (in a sweep back: after) those of rows, so that keys are folded as whole blocks.
+  static long key_offset(const Problem& p) { return is_tiled(p) && p.far ? long(p.reach) * p.near % p.block : 0; }
   // The first of the keys that enter the far field after block b was read.
   long folded_token(bool back, long b) const { return b * p.block + (back ? 1L : -1L) * p.reach * p.near; }
   bool in_place() const { return !query; }  // features are made of the numbers themselves, where they were read
@@ -68,21 +85,22 @@ struct View {
   long sequences() const { return long(p.batch) * p.key_heads; }
   long sequence() const { return b * p.key_heads + h; }
 
-  // Queue what is read soon for prefetching: keys and values of a block, or rows of all query heads that share them.
+  // Queue what is read soon for prefetching: keys and values of a block from a token on, or rows of all query heads that
+  // share them.
   // A block that does not exist queues nothing.
-  static constexpr long NO_BLOCK = -2;
-  void prefetch_keys(long block) const {
-    prefetch(p.k, h, block, p.key_length, D);
-    prefetch(p.v, h, block, p.key_length, Dv);
+  static constexpr long NO_BLOCK = -2, NO_TOKEN = -(1L << 40);
+  void prefetch_keys(long token) const {
+    prefetch(p.k, h, token, p.key_length, D);
+    prefetch(p.v, h, token, p.key_length, Dv);
   }
   void prefetch_rows(const Array& a, long block, int width) const {
-    for (int group = 0; group < p.groups; ++group) prefetch(a, query_head(group), block, p.length, width);
+    for (int group = 0; group < p.groups; ++group) prefetch(a, query_head(group), block * p.block, p.length, width);
   }
 
  private:
-  void prefetch(const Array& a, long head, long block, long length, int width) const {
+  void prefetch(const Array& a, long head, long token, long length, int width) const {
     const long size = p.dtype == FLOAT32 ? 4 : 2;
-    const long first = std::max(0L, block * p.block), end = std::min(length, (block + 1) * p.block);
+    const long first = std::max(0L, token), end = std::min(length, token + p.block);
     if (first >= end) return;
     const char* data = static_cast<const char*>(a.data) + (b * a.batch + head * a.head + first * a.token) * size;
     prefetcher().add(data, a.token * size, end - first, width * size);
