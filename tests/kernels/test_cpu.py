@@ -186,7 +186,7 @@ def test_wide_windows(near: int, reach: int, count: int, causal: bool) -> None:
 def test_wide_windows_of_heads_in_portions() -> None:
     """Keys that the rows of two portions see get gradients from both."""
     with threads(2):
-        assert_engines_agree(FavorAttention(64, 256, near=16, reach=5, num_heads=4), 2600, causal=True)
+        assert_engines_agree(FavorAttention(64, 256, near=16, reach=5, num_heads=4), 4500, causal=True)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
