@@ -75,7 +75,11 @@ class Neighbours {
   bool there(long b, bool back = false) const {
     return token(b, back) + v.p.block > 0 && token(b, back) < v.p.key_length;
   }
-  // The last one that rows of block b may see.
+  // The first and the last one that rows of block b may see.
+  long first_around(long b) const {
+    const long back = long(v.p.reach) * v.p.near - View::key_offset(v.p);
+    return b - (back + v.p.block - 1) / v.p.block;
+  }
   long last_around(long b) const {
     const long end = (b + 1) * v.p.block + (v.p.causal ? 0 : long(v.p.reach) * v.p.near);
     return (end - 1 + View::key_offset(v.p)) / v.p.block;
@@ -91,7 +95,7 @@ class Neighbours {
   void attend_around(long b) {
     attend_to_sinks(b);
     if (!v.exact_turn(b)) return;
-    for (long other = b - long(v.p.reach) * v.p.near / v.p.block; other <= last_around(b); ++other)
+    for (long other = first_around(b); other <= last_around(b); ++other)
       if (there(other)) exact.add(false, &block(other));
   }
 
