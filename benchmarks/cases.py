@@ -135,7 +135,7 @@ def our_cases() -> tuple[list[Case], list[str]]:
     if library.AVAILABLE:
         cases.append(_ours(HALF, "favor", num_features=FEATURES // 2, backend="cpu"))
     else:
-        notes.append(f"no native engine, so only torch's: {library.PROBLEM}")
+        notes.append(f"no native engine, so only torch's: {library.WHY_MISSING}")
     return [*cases, *map(_sparse, SPARSE)], notes
 
 

@@ -41,7 +41,7 @@ def main() -> None:
     options = parser.parse_args()
     check_output(parser, options.output)
     if not library.AVAILABLE:
-        parser.error(f"there is no native engine to measure: {library.PROBLEM}")
+        parser.error(f"there is no native engine to measure: {library.WHY_MISSING}")
     if torch.get_num_threads() == 1:
         parser.error("there is one thread only: OMP_NUM_THREADS says how many torch uses")
     cases = [case for case in our_cases()[0] if case.name in NAMES]

@@ -49,7 +49,7 @@ def run_convolution(length: int, channels: int, causal: bool) -> None:
 
 
 def main() -> None:
-    assert library.AVAILABLE, library.PROBLEM
+    assert library.AVAILABLE, library.WHY_MISSING
     problem.LOW_FROM = 1000
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for threads in (1, 3):

@@ -133,7 +133,7 @@ def test_doctor_says_why_there_is_no_engine(
     from subquad.kernels.engines import ENGINES
 
     monkeypatch.setattr(library, "AVAILABLE", False)
-    monkeypatch.setattr(library, "PROBLEM", "no such luck")
+    monkeypatch.setattr(library, "WHY_MISSING", "no such luck")
     monkeypatch.setitem(ENGINES, "cpu", replace(ENGINES["cpu"], missing="no such luck"))
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["doctor"]) == 0

@@ -355,7 +355,7 @@ def test_without_a_library_torch_takes_over(monkeypatch: pytest.MonkeyPatch) -> 
         FavorAttention(D, backend="cpu")(*inputs)
 
 
-PRINT_ENGINE = "from subquad.kernels.cpu import library; print(library.AVAILABLE, library.PROBLEM)"
+PRINT_ENGINE = "from subquad.kernels.cpu import library; print(library.AVAILABLE, library.WHY_MISSING)"
 
 
 @pytest.mark.parametrize(

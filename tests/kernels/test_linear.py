@@ -9,7 +9,7 @@ from subquad.features.elementwise import smallest
 from subquad.kernels.cpu import library
 from subquad.testing.inputs import assert_close
 
-BACKENDS = ["torch", pytest.param("cpu", marks=[] if library.AVAILABLE else pytest.mark.skip(library.PROBLEM))]
+BACKENDS = ["torch", pytest.param("cpu", marks=[] if library.AVAILABLE else pytest.mark.skip(library.WHY_MISSING))]
 # the argument at which features are as large as said
 TINY = {
     "elu1": [-50.0, -68.0, -70.0, -80.0, -88.0, -95.0, -100.0, -200.0],

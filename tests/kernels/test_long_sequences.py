@@ -16,7 +16,7 @@ from subquad.kernels.cpu import library
 from subquad.testing import assert_close
 from threads import threads
 
-NATIVE = [] if library.AVAILABLE else pytest.mark.skip(library.PROBLEM)
+NATIVE = [] if library.AVAILABLE else pytest.mark.skip(library.WHY_MISSING)
 BACKENDS = ["torch", pytest.param("cpu", marks=NATIVE)]
 MECHANISMS = {
     "favor": functools.partial(FavorAttention, 8, 64),

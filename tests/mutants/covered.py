@@ -19,7 +19,7 @@ NATIVE = (
     "tests/test_promises.py",
     "tests/mechanisms/test_contract.py",
     *(f"tests/kernels/test_{name}.py" for name in ("cpu", "favor", "linear", "long_sequences")),
-    *(f"tests/kernels/cpu/test_{name}.py" for name in ("workers", "step")),
+    *(f"tests/kernels/cpu/test_{name}.py" for name in ("workers", "plain_step")),
 )
 DEFAULTS = "tests/test_defaults.py"
 NO_TESTS = 5  # pytest's code for a file whose tests all are for `make test-full`

@@ -23,7 +23,7 @@ KERNELS_CPU = (
         "kernels/cpu/call.py",
         "q[2] == k[2] == v[2] == 1 and k[1]",
         "q[2] == 1 and k[1]",
-        "tests/kernels/cpu/test_step.py",
+        "tests/kernels/cpu/test_plain_step.py",
     ),
     # kernels/cpu/convolution.py
     Mutant(
@@ -269,7 +269,7 @@ KERNELS_CPU = (
     Mutant(
         "keys of a segment are kept in one place",
         "kernels/cpu/src/backward.hpp",
-        "    if (v.in_place()) scout_.lanes = folds->weights;  // where they are to stay\n",
+        "    if (v.in_place()) refolded_.lanes = folds->weights;  // where they are to stay\n",
         "",
         "tests/kernels/test_cpu.py -k 'linear and gradients_equal'",
     ),
@@ -528,15 +528,15 @@ KERNELS_CPU = (
     Mutant(
         "gradients of sinks are added to what was in memory",
         "kernels/cpu/src/run_backward.hpp",
-        "  clear(saved.sink_k, slices * p.sinks * p.head_dim);\n",
+        "  clear(io.dsink_k, slices * p.sinks * p.head_dim);\n",
         "",
         "tests/kernels/test_cpu.py -k 'favor and gradients_equal'",
     ),
     Mutant(
         "gradients of a map are cleared in part",
         "kernels/cpu/src/run_backward.hpp",
-        "clear(saved.key, heads * p.num_features * p.head_dim);",
-        "clear(saved.key, heads * p.num_features);",
+        "clear(io.dkey, heads * p.num_features * p.head_dim);",
+        "clear(io.dkey, heads * p.num_features);",
         "tests/kernels/test_cpu.py -k 'gradients_equal'",
     ),
     Mutant(
@@ -629,27 +629,27 @@ KERNELS_CPU = (
         "        std::abort();",
         "tests/kernels/cpu/test_workers.py -k no_memory",
     ),
-    # kernels/cpu/step.py
+    # kernels/cpu/plain_step.py
     Mutant(
         "a plain step forgets forward-mode derivatives",
-        "kernels/cpu/step.py",
+        "kernels/cpu/plain_step.py",
         " or checks.forward_mode():",
         ":",
-        "tests/kernels/cpu/test_step.py",
+        "tests/kernels/cpu/test_plain_step.py",
     ),
     Mutant(
         "a plain step takes any number of fields",
-        "kernels/cpu/step.py",
+        "kernels/cpu/plain_step.py",
         " or len(state) != len(kind._fields)",
         "",
-        "tests/kernels/cpu/test_step.py",
+        "tests/kernels/cpu/test_plain_step.py",
     ),
     Mutant(
         "a plain step with gradients",
-        "kernels/cpu/step.py",
+        "kernels/cpu/plain_step.py",
         "if torch.is_grad_enabled() or torch.compiler.is_compiling():",
         "if torch.compiler.is_compiling():",
-        "tests/kernels/cpu/test_step.py",
+        "tests/kernels/cpu/test_plain_step.py",
     ),
     Mutant(
         "a sweep back visits sections as a sweep along",
@@ -736,9 +736,16 @@ KERNELS_CPU = (
         "tests/kernels/test_cpu.py -k wide_windows",
     ),
     Mutant(
+        "a window without a far field forgets the block that it begins in",
+        "kernels/cpu/src/neighbours.hpp",
+        "return b - (back + v.p.block - 1) / v.p.block;",
+        "return b - back / v.p.block;",
+        "tests/kernels/test_cpu.py -k 'favor-window'",
+    ),
+    Mutant(
         "half a panel keeps weights of keys that it does not see",
         "kernels/cpu/src/exact.hpp",
-        "fill_unseen(x + lane, seen, piece);",
+        "fill_unseen(x + lane, seen, range);",
         "",
         "tests/kernels/test_cpu.py -k wide_windows",
     ),

@@ -88,7 +88,7 @@ KERNELS_FAVOR = (
         "kernels/favor/native.py",
         "sink = sink or before < options.sinks",
         "sink = before < options.sinks",
-        "tests/kernels/cpu/test_step.py -k 'of_their_own'",
+        "tests/kernels/cpu/test_plain_step.py -k 'of_their_own'",
     ),
     # kernels/favor/operator.py
     Mutant(

@@ -206,7 +206,7 @@ MECHANISMS = (
         "mechanisms/linear.py",
         "self.num_features or self.head_dim  # attributes of modules are slow",
         "self.num_features or q.shape[3]",
-        "tests/kernels/cpu/test_step.py -k 'other_dims'",
+        "tests/kernels/cpu/test_plain_step.py -k 'other_dims'",
     ),
     # mechanisms/linformer.py
     Mutant(

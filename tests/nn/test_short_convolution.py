@@ -314,7 +314,7 @@ def test_a_layer_state_is_reordered_whole() -> None:
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The one that convolves."""
     if request.param == "cpu" and not library.AVAILABLE:
-        pytest.skip(library.PROBLEM)
+        pytest.skip(library.WHY_MISSING)
     if request.param == "torch":
         monkeypatch.setattr(library, "AVAILABLE", False)
     return request.param

@@ -40,7 +40,7 @@ def doctor() -> int:
     console.print()
     console.print(_engines())
     if not library.AVAILABLE:
-        console.print(f"\nThe native CPU engine is missing: {library.PROBLEM}.", style="yellow", highlight=False)
+        console.print(f"\nThe native CPU engine is missing: {library.WHY_MISSING}.", style="yellow", highlight=False)
         console.print("Everything works without it, several times slower on CPUs.", highlight=False)
         return 0
     comparisons = [_compare(name) for name in ("favor", "linear")]

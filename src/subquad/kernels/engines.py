@@ -105,7 +105,7 @@ ENGINES: dict[str, Engine] = {
             devices=("cpu",),
             dtypes=tuple(library.DTYPES),
             signed=False,
-            missing=library.PROBLEM,
+            missing=library.WHY_MISSING,
         ),
         Engine("torch", {"favor": favor_torch, "linear": linear_torch}),
     )

@@ -16,7 +16,7 @@ from subquad.features.positive import FeatureMap
 from subquad.kernels import compensated, engines
 from subquad.kernels.blocks import with_ones
 from subquad.kernels.compensated import Total, scaled_low
-from subquad.kernels.cpu.step import takes_plain_step
+from subquad.kernels.cpu.plain_step import takes_plain_step
 from subquad.kernels.favor.inputs import FavorOptions
 from subquad.kernels.favor.operator import favor_attention
 from subquad.kernels.linear import native

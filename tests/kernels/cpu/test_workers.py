@@ -15,7 +15,7 @@ from subquad.kernels.cpu import library
 from subquad.testing import assert_close
 from threads import threads
 
-pytestmark = pytest.mark.skipif(not library.AVAILABLE, reason=library.PROBLEM)
+pytestmark = pytest.mark.skipif(not library.AVAILABLE, reason=library.WHY_MISSING)
 
 MECHANISMS = {
     "favor": FavorAttention(64, 256, backend="cpu"),

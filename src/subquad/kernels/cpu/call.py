@@ -172,9 +172,8 @@ def run_backward(
         low=saved.low,
         borders_max=float32(saved.borders_max) if given.far else None,
         borders_sum=float32(saved.borders_sum) if given.far else None,
-        last_far_sum=float32(saved.grad_far_sum),
-        **made,
-        **{name: grad if grad.numel() else None for name, grad in added.items()},
+        grad_last_far_sum=float32(saved.grad_far_sum),
+        **{f"d{name}": grad if grad.numel() else None for name, grad in (made | added).items()},
     )
     engine().backward(ctypes.byref(given), ctypes.byref(filled))
     return made | added

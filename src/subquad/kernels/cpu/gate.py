@@ -63,11 +63,11 @@ FIELDS: dict[type[Structure], dict[str, str]] = {
     Backward: {
         **{"grad_out": "rows B H T Dv", "out": "rows B H T Dv", "normaliser": "float B H T norms"},
         **{"low": "low B H T Dv", "borders_max": "float borders B K maxima", "borders_sum": "float borders B K M+1 V"},
-        **{"q": "made B H T D", "k": "made B K S D", "v": "made B K S Dv"},
-        **{"sink_k": "made slices B K sinks D", "sink_v": "made slices B K sinks Dv"},
-        **{"query": "made B K M D", "key": "made B K M D", "key_bias": "made B K M"},
-        **{"offset_weight": "made slices B K D", "offset_bias": "made slices B K"},
-        **{"last_far_sum": "float B K M V", "far_sum": "made B K M V"},
+        **{"dq": "made B H T D", "dk": "made B K S D", "dv": "made B K S Dv"},
+        **{"dsink_k": "made slices B K sinks D", "dsink_v": "made slices B K sinks Dv"},
+        **{"dquery": "made B K M D", "dkey": "made B K M D", "dkey_bias": "made B K M"},
+        **{"doffset_weight": "made slices B K D", "doffset_bias": "made slices B K"},
+        **{"grad_last_far_sum": "float B K M V", "dfar_sum": "made B K M V"},
     },
     Step: {
         **{"real": "flag B", "length": "count B", "out": "made B H T Dv"},
@@ -79,11 +79,12 @@ FIELDS: dict[type[Structure], dict[str, str]] = {
 NEEDED: dict[type[Structure], tuple[str, ...]] = {
     Problem: ("q", "k", "v"),
     Forward: ("out", "normaliser"),
-    Backward: ("grad_out", "out", "normaliser", "borders_max", "borders_sum", "q", "k", "v"),
+    Backward: ("grad_out", "out", "normaliser", "borders_max", "borders_sum", "dq", "dk", "dv"),
     Step: ("far_sum", "far_low", "out"),
 }
 NEEDED_BY_EXP = {Problem: ("query", "key", "key_bias"), Step: ("far_max",)}
-SINKS, BLOCKS = {"sink_k", "sink_v", "sink_seen", "length"}, {"block_k", "block_v", "length"}
+SINKS = {"sink_k", "sink_v", "sink_seen", "dsink_k", "dsink_v", "length"}
+BLOCKS = {"block_k", "block_v", "length"}
 BORDERS = {"borders_max", "borders_sum"}
 TOGETHER = {
     Problem: (("query", "key"), ("offset_weight", "offset_bias"), ("far_max", "far_sum")),

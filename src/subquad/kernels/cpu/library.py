@@ -48,8 +48,8 @@ class Backward(Structure):
     _fields_ = [
         ("grad_out", Array),
         ("out", Array),
-        *_pointers("normaliser", "low", "borders_max", "borders_sum", "q", "k", "v", "sink_k", "sink_v"),
-        *_pointers("query", "key", "key_bias", "offset_weight", "offset_bias", "last_far_sum", "far_sum"),
+        *_pointers("normaliser", "low", "borders_max", "borders_sum", "dq", "dk", "dv", "dsink_k", "dsink_v"),
+        *_pointers("dquery", "dkey", "dkey_bias", "doffset_weight", "doffset_bias", "grad_last_far_sum", "dfar_sum"),
     ]
 
 
@@ -140,4 +140,4 @@ def _raise_failure(status: int, *_: Any) -> None:
 
 LOADED = _load()
 AVAILABLE = isinstance(LOADED, Library)
-PROBLEM = "" if isinstance(LOADED, Library) else LOADED
+WHY_MISSING = "" if isinstance(LOADED, Library) else LOADED

@@ -1,6 +1,7 @@
 """FAVOR attention by the C++ engine: the interface of `favor/torch.py`, and one token of decoding.
 
-The mathematics is in `kernels/cpu/src`: `forward.hpp`, `backward.hpp`, `step.hpp`.
+The mathematics is in `kernels/cpu/src`: `forward.hpp`, `backward.hpp` and `step.hpp`, features in `features.hpp`, near
+blocks and sinks in `exact.hpp`.
 """
 
 import functools

@@ -53,12 +53,12 @@ struct Backward {
   const float* normaliser;
   const int8_t* low;                            // or null
   const float *borders_max, *borders_sum;
-  float *q, *k, *v;                             // filled
-  float *sink_k, *sink_v;                       // [slices, B, K, sinks, ..]
-  float *query, *key, *key_bias;                // [B, K, M, D], [B, K, M], or null: not wanted
-  float *offset_weight, *offset_bias;           // [slices, B, K, D], [slices, B, K], or null
-  const float* last_far_sum;                    // [B, K, M, V], gradient of the last state, or null: zeros
-  float* far_sum;                               // the same of the first state, filled, or null
+  float *dq, *dk, *dv;                          // filled
+  float *dsink_k, *dsink_v;                     // [slices, B, K, sinks, ..]
+  float *dquery, *dkey, *dkey_bias;             // [B, K, M, D], [B, K, M], or null: not wanted
+  float *doffset_weight, *doffset_bias;         // [slices, B, K, D], [slices, B, K], or null
+  const float* grad_last_far_sum;               // [B, K, M, V], or null: zeros
+  float* dfar_sum;                              // of the first state, filled, or null
 };
 
 // One token for every sequence. `before` is the caller's and stays as it is; a null in `after` means: as before.

@@ -23,9 +23,9 @@ struct OwnedFold : Fold {
 class BackwardTask {
  public:
   // grad: gradient of the far field (its maxima are not used), from block to block.
-  BackwardTask(const View& view, const Backward& saved, Field grad, GradientWindow window)
-      : v(view.p.far ? with_maps(view) : view), saved_(saved), grad_(grad), window_(window), r_(Rows::allocate(view, true)), near_(view, &window_) {
-    scout_ = Keys::allocate(v, v.p.near_blocks ? v.p.block : TILE, true, false, false);
+  BackwardTask(const View& view, const Backward& io, Field grad, GradientWindow window)
+      : v(view.p.far ? with_maps(view) : view), io_(io), grad_(grad), window_(window), r_(Rows::allocate(view, true)), near_(view, &window_) {
+    refolded_ = Keys::allocate(v, v.p.near_blocks ? v.p.block : TILE, true, false, false);
     work_ = Field::over(v, pool().take(Field::size(v)));
     allocate_tiles();
     allocate_map_gradients();
@@ -34,7 +34,7 @@ class BackwardTask {
   // A segment in the order of the forward: blocks pass.block(from) to pass.block(to - 1), from the state kept there.
   void segment(const Pass& pass, long from, long to) {
     const long border = pass.first_border + from / v.p.blocks_per_segment;
-    work_.read_border(v, saved_.borders_max, saved_.borders_sum, border);
+    work_.read_border(v, io_.borders_max, io_.borders_sum, border);
     reserve_segment(v.p.blocks_per_segment);
     for (long i = from; i < to; ++i) {
       if (v.tiled()) {
@@ -74,7 +74,7 @@ class BackwardTask {
 
   // Not causal, near = 0: all queries read one field, then all keys get its gradient.
   void open_summary() {
-    work_.read_border(v, saved_.borders_max, saved_.borders_sum, 0);
+    work_.read_border(v, io_.borders_max, io_.borders_sum, 0);
     reserve_segment(1);
   }
   void scatter(long b) {
@@ -107,16 +107,16 @@ class BackwardTask {
     const long place = long(v.slice) * v.sequences() + v.sequence();
     if (v.p.sinks) {
       copy_rows<true>(near_.sinks.grad, padded(v.D), v.p.sinks, v.D, v.p.root, 0, v.p.sinks,
-                      saved_.sink_k + place * v.p.sinks * v.D, 0);
+                      io_.dsink_k + place * v.p.sinks * v.D, 0);
       copy_rows<true>(near_.sinks.value_grad, v.height, v.p.sinks, v.Dv, 1, 0, v.p.sinks,
-                      saved_.sink_v + place * v.p.sinks * v.Dv, 0);
+                      io_.dsink_v + place * v.p.sinks * v.Dv, 0);
     }
     const long row = v.sequence() * v.p.num_features + v.first;
-    add_map(map_.query, saved_.query, row);
-    add_map(map_.key, saved_.key, row);
-    for (int m = 0; m < v.M && saved_.key_bias; ++m) saved_.key_bias[row + m] += map_.key_bias[m];
-    for (int d = 0; d < v.D && saved_.offset_weight; ++d) saved_.offset_weight[place * v.D + d] += map_.offset_weight[d];
-    if (saved_.offset_bias) saved_.offset_bias[place] += *map_.offset_bias;
+    add_map(map_.query, io_.dquery, row);
+    add_map(map_.key, io_.dkey, row);
+    for (int m = 0; m < v.M && io_.dkey_bias; ++m) io_.dkey_bias[row + m] += map_.key_bias[m];
+    for (int d = 0; d < v.D && io_.doffset_weight; ++d) io_.doffset_weight[place * v.D + d] += map_.offset_weight[d];
+    if (io_.doffset_bias) io_.doffset_bias[place] += *map_.offset_bias;
   }
 
  private:
@@ -152,8 +152,8 @@ class BackwardTask {
 
   void allocate_map_gradients() {
     const auto wanted = [&](const float* into, long count) { return into ? pool().zeros(count) : nullptr; };
-    map_ = {wanted(saved_.query, padded(v.D) * v.M), wanted(saved_.key, padded(v.D) * v.M),
-            wanted(saved_.key_bias, v.M), wanted(saved_.offset_weight, v.D), wanted(saved_.offset_bias, 1)};
+    map_ = {wanted(io_.dquery, padded(v.D) * v.M), wanted(io_.dkey, padded(v.D) * v.M),
+            wanted(io_.dkey_bias, v.M), wanted(io_.doffset_weight, v.D), wanted(io_.doffset_bias, 1)};
   }
   void add_map(const float* from, float* to, long row) const {
     for (int m = 0; m < v.M && to; ++m)
@@ -172,8 +172,8 @@ class BackwardTask {
   void prefetch(long keys, long rows) const {
     prefetcher().clear();
     v.prefetch_rows(v.p.q, rows, v.D);
-    v.prefetch_rows(saved_.grad_out, rows, v.Dv);
-    v.prefetch_rows(saved_.out, rows, v.Dv);
+    v.prefetch_rows(io_.grad_out, rows, v.Dv);
+    v.prefetch_rows(io_.out, rows, v.Dv);
     v.prefetch_keys(keys);
   }
 
@@ -192,11 +192,11 @@ class BackwardTask {
     const long begin = other * v.p.block;
     const bool cut = pass.kind == Pass::OWN;  // as the forward cut it
     Fold* folds = &folds_[place * folds_per_block()];
-    if (v.in_place()) scout_.lanes = folds->weights;  // where they are to stay
+    if (v.in_place()) refolded_.lanes = folds->weights;  // where they are to stay
     const int count = cut ? int(std::min<long>(v.p.block, v.p.length - begin)) : v.p.block;
-    scout_.load(v, begin, count, work_.centre);
-    for (int i = 0; i < scout_.count; i += TILE, ++folds) {
-      make_fold(v, scout_, i, std::min(TILE, scout_.count - i), work_.max, false, *folds, &work_);
+    refolded_.load(v, begin, count, work_.centre);
+    for (int i = 0; i < refolded_.count; i += TILE, ++folds) {
+      make_fold(v, refolded_, i, std::min(TILE, refolded_.count - i), work_.max, false, *folds, &work_);
     }
   }
 
@@ -207,9 +207,9 @@ class BackwardTask {
     in_parts_[place] = false;
     const long token = v.folded_token(back, b);
     if (token + v.p.block <= 0 || token >= v.p.key_length) return state.copy_from(v, work_);
-    scout_.load(v, token, v.p.block, work_.centre);
+    refolded_.load(v, token, v.p.block, work_.centre);
     std::copy(work_.max, work_.max + v.M, state.max);
-    make_fold(v, scout_, 0, scout_.count, work_.max, false, fold);
+    make_fold(v, refolded_, 0, refolded_.count, work_.max, false, fold);
     in_parts_[place] = grows_much(state.max, work_.max, v.M);
     if (fold.decays && !in_parts_[place]) work_.scale(v, fold.decay);
     state.copy_sums_from(v, work_);
@@ -218,7 +218,7 @@ class BackwardTask {
       work_.scale(v, fold.decay);
     else
       std::copy(work_.max, work_.max + v.M, state.max);
-    add_fold(v, scout_, fold, work_, 0, v.M);
+    add_fold(v, refolded_, fold, work_, 0, v.M);
   }
 
   // key_dlogs = gradient of the weights of a fold, less the totals', which are added at last; values get theirs.
@@ -303,9 +303,9 @@ class BackwardTask {
       const int part = part_at(step), first = part * v.p.near, some = std::min(v.p.near, count - first);
       OwnedFold own(v, v.p.block);
       std::copy(states[step].max, states[step].max + v.M, work_.max);
-      scout_.load(v, folded.token, folded.count);
-      fold_only(v, scout_, fold, part);
-      make_fold(v, scout_, 0, scout_.count, work_.max, false, own);
+      refolded_.load(v, folded.token, folded.count);
+      fold_only(v, refolded_, fold, part);
+      make_fold(v, refolded_, 0, refolded_.count, work_.max, false, own);
       fold_backward(folded, own);
       for (int group = 0; group < v.p.groups && some > 0; ++group) {
         open_rows(group, begin + first, some, states[step]);
@@ -316,9 +316,9 @@ class BackwardTask {
   // One near block of those that are folded, into a field, about its centre.
   void fold_near(const Keys& folded, const std::vector<float>& fold, int part, Field& field) {
     OwnedFold own(v, v.p.block);
-    scout_.load(v, folded.token, folded.count, field.centre);
-    fold_only(v, scout_, fold, part);
-    make_fold(v, scout_, 0, scout_.count, field.max, false, own, &field);
+    refolded_.load(v, folded.token, folded.count, field.centre);
+    fold_only(v, refolded_, fold, part);
+    make_fold(v, refolded_, 0, refolded_.count, field.max, false, own, &field);
   }
   // The field relative to the maxima after a fold.
   const Field* decayed(const Field& before, const Fold& fold) {
@@ -375,16 +375,16 @@ class BackwardTask {
     for (int i = int(states.size()) - 1; i >= 0; --i) {
       OwnedFold fold(v, part);
       const int size = std::min(part, count - i * part);
-      scout_.load(v, begin + i * part, size);
+      refolded_.load(v, begin + i * part, size);
       std::copy(states[i].max, states[i].max + v.M, work_.max);
-      make_fold(v, scout_, 0, size, work_.max, false, fold);
+      make_fold(v, refolded_, 0, size, work_.max, false, fold);
       own_tokens(begin + i * part, size, states[i], fold);
     }
   }
   void fold_part(long begin, int count, Field& field) {
     OwnedFold fold(v, count);
-    scout_.load(v, begin, count, field.centre);
-    make_fold(v, scout_, 0, count, field.max, false, fold, &field);
+    refolded_.load(v, begin, count, field.centre);
+    make_fold(v, refolded_, 0, count, field.max, false, fold, &field);
   }
 
   // Rows --------------------------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ class BackwardTask {
   void load_normalisers() {
     const int norms = Output::norms_of(v);
     const long row = (v.b * v.p.key_heads * v.p.groups + r_.head) * v.p.length + r_.token;
-    const float* norm = saved_.normaliser + row * norms;
+    const float* norm = io_.normaliser + row * norms;
     for (int t = 0; t < r_.height(); ++t) {
       const bool there = t < r_.count;
       if (v.logarithmic()) {
@@ -426,8 +426,8 @@ class BackwardTask {
     const bool centred = state && state->is_centred(v);
     for (int i = 0; i < r_.height(); i += LANES) {
       const auto there = [&](int j) { return i + j < r_.count; };
-      grad_stage_.read(saved_.grad_out, v.p.dtype, v.b, r_.head, r_.token + i, 1, there);
-      out_stage_.read(saved_.out, v.p.dtype, v.b, r_.head, r_.token + i, 1, there);
+      grad_stage_.read(io_.grad_out, v.p.dtype, v.b, r_.head, r_.token + i, 1, there);
+      out_stage_.read(io_.out, v.p.dtype, v.b, r_.head, r_.token + i, 1, there);
       // g / sum instead of phi / sum: where features are tiny, so is the sum, and only together they are of common size
       for (int j = 0; j < LANES && !v.logarithmic(); ++j) grad_stage_.scale_row(j, 1 / r_.sum[i + j]);
       Vec sums[LANES] = {};
@@ -441,9 +441,9 @@ class BackwardTask {
   }
   // The same for LANES rows from i on, which are staged, with all digits that the forward knew of outputs.
   Vec centred_dot(int i, const float* centre) {
-    for (int j = 0; j < LANES && saved_.low && i + j < r_.count; ++j) {
+    for (int j = 0; j < LANES && io_.low && i + j < r_.count; ++j) {
       const long row = (v.b * v.p.key_heads * v.p.groups + r_.head) * v.p.length + r_.token + i + j;
-      unpack_low(out_stage_.row(j), saved_.low + row * v.Dv, v.Dv, lows_ + j * v.height);
+      unpack_low(out_stage_.row(j), io_.low + row * v.Dv, v.Dv, lows_ + j * v.height);
     }
     Vec sums[LANES] = {};
     for (int j = 0; j < LANES; ++j)
@@ -656,12 +656,12 @@ class BackwardTask {
   }
 
   View v;
-  const Backward& saved_;
+  const Backward& io_;
   Field grad_, work_{}, read_{};
   GradientWindow window_;
   Rows r_;
   Neighbours near_;  // collects gradients
-  Keys scout_;       // does not: runs ahead when a segment is folded once more
+  Keys refolded_;       // does not: runs ahead when a segment is folded once more
   Triangle triangle_ = Triangle::of(v, false);
   std::vector<Field> states_;
   std::vector<Fold> folds_;

@@ -15,13 +15,13 @@ static void forward(const Problem& p, const Forward& f) {
   each_task(p.threads, task_count(p), [&](long task) { forward_alone(View(p, task), passes, f); });
 }
 
-static void backward(const Problem& p, const Backward& saved) {
+static void backward(const Problem& p, const Backward& io) {
   const Passes passes = passes_of(p);
-  open_gradients(p, saved);
-  if (p.slices > 1) return backward_in_slices(p, passes, saved);
-  if (p.stretches > 1) return backward_in_stretches(p, passes, saved);
-  if (!heads_are_many(p)) return backward_in_portions(p, passes, saved);
-  each_task(p.threads, task_count(p), [&](long task) { backward_alone(View(p, task), passes, saved); });
+  open_gradients(p, io);
+  if (p.slices > 1) return backward_in_slices(p, passes, io);
+  if (p.stretches > 1) return backward_in_stretches(p, passes, io);
+  if (!heads_are_many(p)) return backward_in_portions(p, passes, io);
+  each_task(p.threads, task_count(p), [&](long task) { backward_alone(View(p, task), passes, io); });
 }
 
 }  // namespace subquad

@@ -20,23 +20,23 @@ inline void visit_back(BackwardTask& task, const View& v, const Pass& pass, long
 }
 
 // The gradient that the last state brings; a second sweep begins with none.
-inline void start_gradient(const View& v, const Pass& pass, const Backward& saved, Field grad) {
+inline void start_gradient(const View& v, const Pass& pass, const Backward& io, Field grad) {
   if (pass.kind == Pass::GATHER || pass.kind == Pass::EXACT) return;
-  if (v.p.causal && saved.last_far_sum)
-    grad.read_state(v, nullptr, saved.last_far_sum);
+  if (v.p.causal && io.grad_last_far_sum)
+    grad.read_state(v, nullptr, io.grad_last_far_sum);
   else
     grad.clear(v);
 }
 
 // Whether the gradient of one token is a sum, over slices or over two sweeps, or nothing at all, of keys that no query sees.
-inline bool meets_rows_again(const Problem& p) {
+inline bool accumulates(const Problem& p) {
   return p.slices > 1 || (p.near_blocks && !p.causal) || !p.far;
 }
 
-inline GradientWindow whole_window(const View& v, const Backward& saved) {
+inline GradientWindow whole_window(const View& v, const Backward& io) {
   const long heads = v.b * v.p.key_heads * v.p.groups + v.query_head(0), sequence = v.sequence();
-  return {saved.q + heads * v.p.length * v.D, saved.k + sequence * v.p.key_length * v.D,
-          saved.v + sequence * v.p.key_length * v.Dv, 0, v.p.length, 0, v.p.key_length, meets_rows_again(v.p)};
+  return {io.dq + heads * v.p.length * v.D, io.dk + sequence * v.p.key_length * v.D,
+          io.dv + sequence * v.p.key_length * v.Dv, 0, v.p.length, 0, v.p.key_length, accumulates(v.p)};
 }
 
 // Where the portion after this one, which comes before it on the way back, has left gradients of keys already.
@@ -44,20 +44,20 @@ inline long met_before(const View& v, const Pass& pass, const Portion& portion) 
   return pass.kind == Pass::ALONG && portion.to < pass.blocks ? v.folded_token(false, portion.to) : GradientWindow::NEVER;
 }
 
-inline void backward_alone(const View& v, const Passes& passes, const Backward& saved) {
+inline void backward_alone(const View& v, const Passes& passes, const Backward& io) {
   pool().reset();
   Field grad = Field::running(v, pool().take(Field::running_size(v)));
   for (int i = passes.count - 1; i >= 0; --i) {
-    start_gradient(v, passes.pass[i], saved, grad);
-    BackwardTask task(v, saved, grad, whole_window(v, saved));
+    start_gradient(v, passes.pass[i], io, grad);
+    BackwardTask task(v, io, grad, whole_window(v, io));
     visit_back(task, v, passes.pass[i], 0, passes.pass[i].blocks);
     task.finish();
   }
-  if (v.p.causal && saved.far_sum) grad.write_state(v, nullptr, saved.far_sum);
+  if (v.p.causal && io.dfar_sum) grad.write_state(v, nullptr, io.dfar_sum);
 }
 
 // Heads in portions: any thread may go on where another stopped.
-inline void backward_in_portions(const Problem& p, const Passes& passes, const Backward& saved) {
+inline void backward_in_portions(const Problem& p, const Passes& passes, const Backward& io) {
   const std::vector<Portion> portions = portions_of(p, passes);
   const SharedFields grads(p);
   const long steps = long(portions.size());
@@ -67,13 +67,13 @@ inline void backward_in_portions(const Problem& p, const Passes& passes, const B
     const View v(p, task);
     pool().reset();
     Field grad = grads.of(v, task);
-    if (portion.to == pass.blocks) start_gradient(v, pass, saved, grad);
-    GradientWindow window = whole_window(v, saved);
+    if (portion.to == pass.blocks) start_gradient(v, pass, io, grad);
+    GradientWindow window = whole_window(v, io);
     window.keys_met = met_before(v, pass, portion);
-    BackwardTask part(v, saved, grad, window);
+    BackwardTask part(v, io, grad, window);
     visit_back(part, v, pass, portion.from, portion.to);
     part.finish();
-    if (i + 1 == steps && p.causal && saved.far_sum) grad.write_state(v, nullptr, saved.far_sum);
+    if (i + 1 == steps && p.causal && io.dfar_sum) grad.write_state(v, nullptr, io.dfar_sum);
   });
 }
 
@@ -94,8 +94,8 @@ struct Windows {
     float* k = q + tokens * v.p.groups * v.D;
     return {q, k, k + key_tokens * v.D, first, tokens, key_first, key_tokens, true};
   }
-  GradientWindow open(const View& v, const Backward& saved) const {
-    if (v.slice == 0) return whole_window(v, saved);
+  GradientWindow open(const View& v, const Backward& io) const {
+    if (v.slice == 0) return whole_window(v, io);
     const GradientWindow window = of(v, v.slice);
     std::fill(window.q, window.q + size, 0.0f);
     return window;
@@ -108,9 +108,9 @@ inline void add_share(const View& v, float* to, const float* from, long count) {
   for (long i = begin; i < end; ++i) to[i] += from[i];
 }
 
-inline void add_windows(const Problem& p, const Windows& windows, const Backward& saved, long task) {
+inline void add_windows(const Problem& p, const Windows& windows, const Backward& io, long task) {
   const View v(p, task);
-  const GradientWindow to = whole_window(v, saved);
+  const GradientWindow to = whole_window(v, io);
   for (int slice = 1; slice < p.slices; ++slice) {
     const GradientWindow from = windows.of(v, slice);
     const long count = std::min(from.tokens, long(p.length) - from.first);
@@ -124,7 +124,7 @@ inline void add_windows(const Problem& p, const Windows& windows, const Backward
   }
 }
 
-inline void backward_in_slices(const Problem& p, const Passes& passes, const Backward& saved) {
+inline void backward_in_slices(const Problem& p, const Passes& passes, const Backward& io) {
   const long tasks = task_count(p);
   const SharedFields grads(p);
   Windows windows(p, blocks_per_chunk(p, passes.pass[0]));
@@ -139,43 +139,43 @@ inline void backward_in_slices(const Problem& p, const Passes& passes, const Bac
         const View v(p, task);
         pool().reset();
         Field grad = grads.of(v, task);
-        if (from == last) start_gradient(v, pass, saved, grad);
-        BackwardTask part(v, saved, grad, windows.open(v, saved));
+        if (from == last) start_gradient(v, pass, io, grad);
+        BackwardTask part(v, io, grad, windows.open(v, io));
         visit_back(part, v, pass, from, to);
         part.finish();
-        if (from == 0 && p.causal && saved.far_sum) grad.write_state(v, nullptr, saved.far_sum);
+        if (from == 0 && p.causal && io.dfar_sum) grad.write_state(v, nullptr, io.dfar_sum);
       });
-      each_task(p.threads, tasks, [&](long task) { add_windows(p, windows, saved, task); });
+      each_task(p.threads, tasks, [&](long task) { add_windows(p, windows, io, task); });
     }
   }
 }
 
 // Zeros for what tasks add to. Not by torch, whose threads would go on spinning beside ours.
-inline void clear_sums(const Problem& p, const Backward& saved) {
+inline void clear_sums(const Problem& p, const Backward& io) {
   const long heads = long(p.batch) * p.key_heads, slices = p.slices * heads;
   const auto clear = [](float* sums, long count) {
     if (sums) std::fill(sums, sums + count, 0.0f);
   };
-  clear(saved.sink_k, slices * p.sinks * p.head_dim);
-  clear(saved.sink_v, slices * p.sinks * p.value_dim);
-  clear(saved.query, heads * p.num_features * p.head_dim);
-  clear(saved.key, heads * p.num_features * p.head_dim);
-  clear(saved.key_bias, heads * p.num_features);
-  clear(saved.offset_weight, slices * p.head_dim);
-  clear(saved.offset_bias, slices);
+  clear(io.dsink_k, slices * p.sinks * p.head_dim);
+  clear(io.dsink_v, slices * p.sinks * p.value_dim);
+  clear(io.dquery, heads * p.num_features * p.head_dim);
+  clear(io.dkey, heads * p.num_features * p.head_dim);
+  clear(io.dkey_bias, heads * p.num_features);
+  clear(io.doffset_weight, slices * p.head_dim);
+  clear(io.doffset_bias, slices);
 }
 
 // Pages for the gradients of tokens, each thread a part of them; zeros where they are sums.
-inline void open_gradients(const Problem& p, const Backward& saved) {
-  clear_sums(p, saved);
+inline void open_gradients(const Problem& p, const Backward& io) {
+  clear_sums(p, io);
   const long heads = long(p.batch) * p.key_heads;
   const long counts[] = {heads * p.groups * p.length * p.head_dim, heads * p.key_length * p.head_dim,
                          heads * p.key_length * p.value_dim};
-  float* const all[] = {saved.q, saved.k, saved.v};
+  float* const all[] = {io.dq, io.dk, io.dv};
   each_task(p.threads, 3 * p.threads, [&](long part) {
     const long count = counts[part % 3], begin = count * (part / 3) / p.threads, end = count * (part / 3 + 1) / p.threads;
     touch_pages(all[part % 3] + begin, end - begin);
-    if (meets_rows_again(p)) std::fill(all[part % 3] + begin, all[part % 3] + end, 0.0f);
+    if (accumulates(p)) std::fill(all[part % 3] + begin, all[part % 3] + end, 0.0f);
   });
 }
 

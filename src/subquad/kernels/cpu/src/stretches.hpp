@@ -95,24 +95,24 @@ inline void forward_summary(const View& v, const Passes& passes, const Forward& 
 // Calls `work(task, i)` for every stretch with a task of its own. What tasks add to the same sums, they add in order, so
 // that results do not depend on which thread was first.
 template <class Work>
-inline void each_stretch_back(const View& v, const Backward& saved, const FieldRow& grads, long parts, Work work) {
+inline void each_stretch_back(const View& v, const Backward& io, const FieldRow& grads, long parts, Work work) {
   Turns turns;
   each_task(v.p.threads, parts, [&](long i) {
     Turns::Turn turn(turns, i);
     pool().reset();
-    BackwardTask task(v, saved, grads[i], whole_window(v, saved));
+    BackwardTask task(v, io, grads[i], whole_window(v, io));
     work(task, i);
     turn.wait();
     task.finish();
   });
 }
 
-inline void backward_summary(const View& v, const Passes& passes, const Backward& saved) {
+inline void backward_summary(const View& v, const Passes& passes, const Backward& io) {
   const long parts = v.p.stretches * STRETCHES_PER_THREAD;
   FieldRow grads(v, parts);
   for (long i = 0; i < parts; ++i) grads[i].clear(v);
   const auto visit_part = [&](const Pass& pass) {
-    each_stretch_back(v, saved, grads, parts, [&](BackwardTask& task, long i) {
+    each_stretch_back(v, io, grads, parts, [&](BackwardTask& task, long i) {
       const Range blocks = part_of(pass.blocks, 1, i, parts);
       visit_back(task, v, pass, blocks.begin, blocks.end);
     });
@@ -171,28 +171,28 @@ inline void forward_causal(const View& v, const Pass& pass, const Forward& f) {
 
 // First what the queries of all stretches but the first say to the keys before them, in smaller pieces; then every
 // stretch by itself.
-inline void backward_causal(const View& v, const Pass& pass, const Backward& saved) {
+inline void backward_causal(const View& v, const Pass& pass, const Backward& io) {
   const long parts = v.p.stretches, pieces = (parts - 1) * v.p.threads;
   const auto blocks_of = [&](long i) { return part_of(pass.blocks, v.p.blocks_per_segment, i, parts); };
   FieldRow sums(v, pieces), grads(v, parts);
   each_task(v.p.threads, pieces, [&](long i) {
     pool().reset();
     sums[i].clear(v);
-    BackwardTask task(v, saved, sums[i], whole_window(v, saved));
+    BackwardTask task(v, io, sums[i], whole_window(v, io));
     const Range stretch = blocks_of(1 + i / v.p.threads);
     const Range piece = part_of(stretch.end - stretch.begin, 1, i % v.p.threads, v.p.threads);
     for (long b = piece.begin; b < piece.end; ++b) task.sum_queries(stretch.begin + b);
   });
-  start_gradient(v, pass, saved, grads[parts - 1]);
+  start_gradient(v, pass, io, grads[parts - 1]);
   for (long i = parts - 2; i >= 0; --i) {
     grads[i].copy_from(v, grads[i + 1]);
     for (long j = i * v.p.threads; j < (i + 1) * v.p.threads; ++j)
       add_numbers(sums.numbers(j), grads.numbers(i), Field::sums(v));
   }
-  each_stretch_back(v, saved, grads, parts, [&](BackwardTask& task, long i) {
+  each_stretch_back(v, io, grads, parts, [&](BackwardTask& task, long i) {
     visit_back(task, v, pass, blocks_of(i).begin, blocks_of(i).end);
   });
-  if (saved.far_sum) grads[0].write_state(v, nullptr, saved.far_sum);
+  if (io.dfar_sum) grads[0].write_state(v, nullptr, io.dfar_sum);
 }
 
 // All sequences, one after the other ----------------------------------------------------------------------------------
@@ -209,10 +209,10 @@ inline void forward_in_stretches(const Problem& p, const Passes& passes, const F
   }
 }
 
-inline void backward_in_stretches(const Problem& p, const Passes& passes, const Backward& saved) {
+inline void backward_in_stretches(const Problem& p, const Passes& passes, const Backward& io) {
   for (long sequence = 0; sequence < task_count(p); ++sequence) {
     const View v(p, sequence);
-    p.causal ? backward_causal(v, passes.pass[0], saved) : backward_summary(v, passes, saved);
+    p.causal ? backward_causal(v, passes.pass[0], io) : backward_summary(v, passes, io);
   }
 }
 

@@ -13,7 +13,7 @@ from subquad.errors import SubquadError
 from subquad.kernels.cpu import library
 from subquad.mechanisms import favor_state, linear
 
-pytestmark = pytest.mark.skipif(not library.AVAILABLE, reason=library.PROBLEM)
+pytestmark = pytest.mark.skipif(not library.AVAILABLE, reason=library.WHY_MISSING)
 
 MECHANISMS: dict[str, Callable[[], Mechanism]] = {
     "favor": lambda: FavorAttention(8, 16, near=4, sinks=2),
