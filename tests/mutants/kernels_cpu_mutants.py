@@ -629,6 +629,28 @@ KERNELS_CPU = (
         "        std::abort();",
         "tests/kernels/cpu/test_workers.py -k no_memory",
     ),
+    # kernels/cpu/large_pages.py
+    Mutant(
+        "any balloon takes memory back",
+        "kernels/cpu/large_pages.py",
+        '(device / "features").read_text()[REPORTING : REPORTING + 1] == "1"',
+        '(device / "features").read_text()[REPORTING : REPORTING + 1] != ""',
+        "tests/kernels/cpu/test_large_pages.py",
+    ),
+    Mutant(
+        "any device that reports takes memory back",
+        "kernels/cpu/large_pages.py",
+        '(device / "device").read_text().strip() == BALLOON',
+        '(device / "device").exists()',
+        "tests/kernels/cpu/test_large_pages.py",
+    ),
+    Mutant(
+        "the user cannot ask for large pages",
+        "kernels/cpu/large_pages.py",
+        "if not chosen and host_takes_memory_back():",
+        "if host_takes_memory_back():",
+        "tests/kernels/cpu/test_large_pages.py",
+    ),
     # kernels/cpu/plain_step.py
     Mutant(
         "a plain step forgets forward-mode derivatives",

@@ -91,7 +91,7 @@ def _facts() -> dict[str, str]:
     import torch
 
     from subquad import waiting
-    from subquad.kernels.cpu import library
+    from subquad.kernels.cpu import large_pages, library
     from subquad.kernels.cpu.library import Library
 
     native = library.LOADED
@@ -103,6 +103,7 @@ def _facts() -> dict[str, str]:
         "torch": f"{torch.__version__}, {threads}, {torch.backends.cpu.get_cpu_capability()}",
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "native CPU engine": engine,
+        "large pages": f"no: {why_not}" if (why_not := large_pages.why_not()) else "yes, where Linux gives them",
         "idle threads": waiting.policy(),
     }
     return facts | {name: _version_of(name) for name in OPTIONAL}

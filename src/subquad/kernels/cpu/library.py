@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from subquad import checks
+from subquad.kernels.cpu import large_pages
 from subquad.kernels.cpu.build import fingerprint
 
 FOLDER = Path(__file__).parent
@@ -84,6 +85,7 @@ class Library(NamedTuple):
     step: Any
     convolve: Any
     convolve_step: Any
+    use_large_pages: Any
 
 
 def wanted_machine() -> str:
@@ -130,7 +132,10 @@ def _bind(machine: str, loaded: Any) -> Library | str:
     for name, function in functions.items():
         function.argtypes, function.restype = [POINTER(structure) for structure in taken[name]], c_int32
         function.errcheck = _raise_failure
-    return Library(machine, **functions)
+    use_large_pages = loaded.subquad_use_large_pages
+    use_large_pages.argtypes, use_large_pages.restype = [c_int32], None
+    use_large_pages(not large_pages.why_not())
+    return Library(machine, **functions, use_large_pages=use_large_pages)
 
 
 def _raise_failure(status: int, *_: Any) -> None:

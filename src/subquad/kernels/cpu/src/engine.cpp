@@ -9,6 +9,7 @@ namespace subquad {
 // Heads in parallel, few of them in portions; fewer than threads: slices of their features or stretches of their tokens.
 static void forward(const Problem& p, const Forward& f) {
   const Passes passes = passes_of(p);
+  open_output(p, f);
   if (p.slices > 1) return forward_in_slices(p, passes, f);
   if (p.stretches > 1) return forward_in_stretches(p, passes, f);
   if (!heads_are_many(p)) return forward_in_portions(p, passes, f);
@@ -36,6 +37,9 @@ SUBQUAD_EXPORT int64_t subquad_sizes(int which) {
                            sizeof(Convolution), sizeof(ConvolutionStep)};
   return sizes[which];
 }
+
+// Whether results are to have large pages, from now on.
+SUBQUAD_EXPORT void subquad_use_large_pages(int32_t wanted) { subquad::large_pages() = wanted != 0; }
 
 // 0, or what went wrong: an exception must not reach Python's C code.
 enum Status : int32_t { DONE = 0, NO_MEMORY = 1, FAILED = 2 };

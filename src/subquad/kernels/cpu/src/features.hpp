@@ -404,7 +404,7 @@ SUBQUAD_STAGE inline void query_elementwise(const View& v, const float* total, R
       for (int m = 0; m < v.M; ++m, x += PANEL) {
         const Vec phi = elementwise<KIND>(load(x), splat(TINY));
         store(x, phi);
-        size = vmax(size, vabs(phi));
+        size = vmax(size, KIND == IDENTITY ? vabs(phi) : phi);
         if (total) sum += phi * splat(total[m]);
       }
       size = size > Vec{} ? size : splat(1);

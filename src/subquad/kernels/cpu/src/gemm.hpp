@@ -100,8 +100,9 @@ constexpr int TALL = SUBQUAD_VECTOR_BYTES == 64 ? 8 : SUBQUAD_VECTOR_BYTES == 32
 
 // Rows [begin, begin + count) of A and C, within one group of PANEL rows, against all panels of B.
 template <int ROWS, bool ADD, class Left>
-inline void multiply_rows(int i, int panel_count, int depth, const Left& A, const Right& B, const Result& C) {
-  prefetcher().some();
+inline void multiply_rows(Prefetcher& next, int i, int panel_count, int depth, const Left& A, const Right& B,
+                          const Result& C) {
+  next.some();
   for (int j = 0; j < panel_count; ++j)
     multiply_tile<ROWS, ADD>(depth, A.at(i), A, B.b + j * B.panel, C.c + j * C.panel + i * C.row, C.row, C.low);
 }
@@ -110,12 +111,13 @@ inline void multiply_rows(int i, int panel_count, int depth, const Left& A, cons
 template <bool ADD, class Left>
 inline void product(int height, int width, int depth, const Left& A, const Right& B, const Result& C) {
   const int panel_count = (width + PANEL - 1) / PANEL;
+  Prefetcher& next = prefetcher();  // a thread's own: to find it takes as long as a small product
   for (int begin = 0; begin < height; begin += PANEL) {
     const int end = begin + PANEL < height ? begin + PANEL : height;
     int i = begin;
-    for (; i + TALL <= end; i += TALL) multiply_rows<TALL, ADD>(i, panel_count, depth, A, B, C);
-    for (; i + 4 <= end; i += 4) multiply_rows<4, ADD>(i, panel_count, depth, A, B, C);
-    for (; i < end; ++i) multiply_rows<1, ADD>(i, panel_count, depth, A, B, C);
+    for (; i + TALL <= end; i += TALL) multiply_rows<TALL, ADD>(next, i, panel_count, depth, A, B, C);
+    for (; i + 4 <= end; i += 4) multiply_rows<4, ADD>(next, i, panel_count, depth, A, B, C);
+    for (; i < end; ++i) multiply_rows<1, ADD>(next, i, panel_count, depth, A, B, C);
   }
 }
 
@@ -149,8 +151,9 @@ inline __attribute__((always_inline)) void multiply_half_tile(int depth, const f
 template <bool ADD>
 inline void multiply_half_panel(int height, int depth, const Panels& A, const float* b, float* c, long stride) {
   int i = 0;
+  Prefetcher& next = prefetcher();
   for (; i + 2 * TALL <= height; i += 2 * TALL) {
-    prefetcher().some();
+    next.some();
     multiply_half_tile<2 * TALL, ADD>(depth, A.at(i), A, b, c + i * stride, stride);
   }
   for (; i + 4 <= height; i += 4) multiply_half_tile<4, ADD>(depth, A.at(i), A, b, c + i * stride, stride);

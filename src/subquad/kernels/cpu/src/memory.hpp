@@ -1,6 +1,7 @@
 // Scratch memory: one growing pool per thread, so that a call costs no allocation and no page faults after the first.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -24,13 +25,40 @@ inline Buffer new_buffer(size_t count) {
   return Buffer(static_cast<float*>(::operator new(std::max<size_t>(count, 1) * 4, std::align_val_t(ALIGNMENT))));
 }
 
+// Whole pages within some numbers: their first address, and bytes; none if they are few.
+struct Pages {
+  uintptr_t begin;
+  size_t size;
+  static constexpr uintptr_t PAGE = 4096;
+  Pages(float* data, long count) {
+    begin = (uintptr_t(data) + PAGE - 1) / PAGE * PAGE;
+    const uintptr_t end = uintptr_t(data + count) / PAGE * PAGE;
+    size = data && begin + 64 * PAGE < end ? end - begin : 0;
+  }
+};
+
+// Whether it pays to ask for them: see large_pages.py.
+inline std::atomic<bool>& large_pages() {
+  static std::atomic<bool> wanted{false};
+  return wanted;
+}
+
+// Fresh memory gets pages of 2 MB where it can, if Linux lets programs ask.
+inline void ask_for_large_pages(float* data, long count) {
+#if defined(__linux__)
+  const Pages pages(data, count);
+  if (pages.size && large_pages()) madvise(reinterpret_cast<void*>(pages.begin), pages.size, MADV_HUGEPAGE);
+#else
+  (void)data, (void)count;
+#endif
+}
+
 // Asks for the pages of fresh memory at once: one by one, at first touch, they cost more than filling them.
 inline void touch_pages(float* data, long count) {
 #if defined(__linux__)
   constexpr int POPULATE_WRITE = 23;  // MADV_POPULATE_WRITE of Linux 5.14; older ones refuse, and nothing is lost
-  constexpr uintptr_t PAGE = 4096;
-  const uintptr_t begin = (uintptr_t(data) + PAGE - 1) / PAGE * PAGE, end = uintptr_t(data + count) / PAGE * PAGE;
-  if (data && begin + 64 * PAGE < end) madvise(reinterpret_cast<void*>(begin), end - begin, POPULATE_WRITE);
+  const Pages pages(data, count);
+  if (pages.size) madvise(reinterpret_cast<void*>(pages.begin), pages.size, POPULATE_WRITE);
 #else
   (void)data, (void)count;
 #endif

@@ -172,6 +172,7 @@ inline void open_gradients(const Problem& p, const Backward& io) {
   const long counts[] = {heads * p.groups * p.length * p.head_dim, heads * p.key_length * p.head_dim,
                          heads * p.key_length * p.value_dim};
   float* const all[] = {io.dq, io.dk, io.dv};
+  for (int i = 0; i < 3; ++i) ask_for_large_pages(all[i], counts[i]);
   each_task(p.threads, 3 * p.threads, [&](long part) {
     const long count = counts[part % 3], begin = count * (part / 3) / p.threads, end = count * (part / 3 + 1) / p.threads;
     touch_pages(all[part % 3] + begin, end - begin);
