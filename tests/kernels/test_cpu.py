@@ -16,9 +16,12 @@ from fitted import fitted
 from sanitizers import sanitized_environment
 from subquad import FavorAttention, LinearAttention, Mechanism
 from subquad.errors import ConfigError
+from subquad.features import draw_feature_map
 from subquad.functional import linear_attention
 from subquad.kernels import engines
 from subquad.kernels.cpu import build, library
+from subquad.kernels.favor.inputs import FavorOptions
+from subquad.kernels.favor.operator import favor_attention
 from subquad.testing import Check, assert_close, make_inputs, parametrize_contract, relative_error
 from subquad.testing.inputs import gradients
 from threads import threads
@@ -180,6 +183,24 @@ def test_wide_windows(near: int, reach: int, count: int, causal: bool) -> None:
     with threads(count):
         got, want = run(torch.float32), run(torch.float64)
     for name, g, w in zip(("output", "dq", "dk", "dv"), got, want, strict=True):
+        assert_close(g, w, 1e-5, name)
+
+
+@pytest.mark.parametrize("length", [5, 63, 70, 300])
+@pytest.mark.parametrize("reach", [1, 3, 16, 1000])
+def test_the_last_state_holds_what_the_last_query_does_not_see(reach: int, length: int) -> None:
+    """Without a mask that says which keys to fold; a tile of the engine may go on behind the last token."""
+    options = FavorOptions(4, 0, 0.5, gaussian=False, chunk=0, backend="auto", reach=reach)
+    double = torch.randn(3, 1, 2, length, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def run(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        q, k, v = (t.detach().to(dtype).requires_grad_() for t in double)
+        feature_map = draw_feature_map(head_dim=8, num_features=16, seed=0)
+        _, _, far_sum = favor_attention(q, k, v, feature_map, options, causal=True)
+        return far_sum, *torch.autograd.grad(far_sum.square().sum(), (k, v))
+
+    got, want = run(torch.float32), run(torch.float64)
+    for name, g, w in zip(("state", "dk", "dv"), got, want, strict=True):
         assert_close(g, w, 1e-5, name)
 
 

@@ -758,6 +758,13 @@ KERNELS_CPU = (
         "tests/kernels/test_cpu.py -k wide_windows",
     ),
     Mutant(
+        "the last state holds keys that the last query sees",
+        "kernels/cpu/src/keys.hpp",
+        "i < count && begin + i < v.fold_end && v.counts(v.fold_mask()",
+        "i < count && v.counts(v.fold_mask()",
+        "tests/kernels/test_cpu.py -k last_state",
+    ),
+    Mutant(
         "a window without a far field forgets the block that it begins in",
         "kernels/cpu/src/neighbours.hpp",
         "return b - (back + v.p.block - 1) / v.p.block;",

@@ -35,7 +35,7 @@ struct Keys {
     token = begin, count = tokens, height = padded(tokens);
     for (int i = 0; i < height; ++i) {
       alive[i] = i < count && v.counts(v.p.alive, begin + i);
-      fold[i] = i < count && v.counts(v.fold_mask(), begin + i);
+      fold[i] = i < count && begin + i < v.fold_end && v.counts(v.fold_mask(), begin + i);
     }
     fill(v, v.p.k, v.p.v, centre);
   }

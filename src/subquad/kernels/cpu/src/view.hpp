@@ -31,6 +31,7 @@ struct View {
   int first;   // feature
   int M;       // features of this slice
   long height; // Dv rounded up to panels
+  long fold_end;  // keys from here on stay out of the last state: those of blocks that the last query sees
   int section; // tokens of a block that read the field at one time: whole near blocks and whole vectors, or the block
   const float *query, *key, *bias, *offset_weight;
   const float *query_panels = nullptr, *key_panels = nullptr;  // the maps as products want them; see `with_maps`
@@ -41,6 +42,7 @@ struct View {
     h = task / p.slices % p.key_heads;
     b = task / p.slices / p.key_heads;
     D = p.head_dim, Dv = p.value_dim, height = padded(Dv);
+    fold_end = p.causal && p.near_blocks ? ((p.length + p.near - 1) / p.near - p.reach) * p.near : p.key_length;
     section = std::min(std::lcm(int(p.near), LEAST_SECTION), int(p.block));
     const long unit = p.rule == GROUPS ? p.num_features / p.rule_groups : 1, units = p.num_features / unit;
     first = int(units * slice / p.slices * unit);
