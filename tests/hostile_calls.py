@@ -246,7 +246,8 @@ class Caller(Operators):
         if wants_gradients:
             exact["x"] = leaf(exact["x"])
         want = run(layer.double(), exact)
-        size = double(x).norm().item() * layer.weight.norm().item()
+        terms = [double(t).norm().item() for t in (x, given.get("recent")) if isinstance(t, Tensor)]
+        size = max(terms) * layer.weight.norm().item()
         judge("convolution", out, want, size)
         if wants_gradients and out.requires_grad:
             direction, how = mutate(self.normal(*out.shape).to(out.dtype), rng)

@@ -4,7 +4,15 @@ import itertools
 
 import torch
 
-from subquad import FavorAttention, LinearAttention, Mechanism
+from subquad import (
+    ClusterAttention,
+    FavorAttention,
+    LinearAttention,
+    LshAttention,
+    Mechanism,
+    StridedAttention,
+    WindowAttention,
+)
 from subquad.kernels import problem
 from subquad.kernels.cpu import library
 from subquad.nn import ShortConvolution
@@ -22,6 +30,10 @@ MECHANISMS: tuple[Mechanism, ...] = (
     LinearAttention(33, backend="cpu"),
     LinearAttention(7, feature_map="softplus", num_features=37, num_heads=2, backend="cpu"),
     LinearAttention(7, feature_map="exp", backend="cpu"),
+    WindowAttention(7, window=9, dilation=2, global_tokens=2),
+    StridedAttention(17, stride=6),
+    LshAttention(7, num_buckets=4, bucket_size=5, rounds=2),
+    ClusterAttention(16, num_clusters=3, bucket_size=5, num_heads=2),
 )
 
 

@@ -117,8 +117,8 @@ KERNELS_SPARSE = (
     Mutant(
         "window: the normaliser has no gradient",
         "kernels/sparse/torch.py",
-        "shift = (grad_log_normaliser.to(q.dtype) - (grad_out * out).sum(-1))[..., None]",
-        "shift = -(grad_out * out).sum(-1)[..., None]",
+        "    shift = grad_log_normaliser.to(q.dtype)\n",
+        "    shift = torch.zeros_like(grad_log_normaliser, dtype=q.dtype)\n",
         "tests/mechanisms/test_window.py -k 'one_by_one or can_be_global'",
     ),
     Mutant(

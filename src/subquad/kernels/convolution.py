@@ -109,13 +109,17 @@ def _native(x: Tensor, taps: Tensor, grad: Tensor | None, causal: bool, wanted: 
 
 
 def _correlate(x: Tensor, taps: Tensor, offsets: Sequence[int]) -> Tensor:
-    """sum_i taps_i x_{t + offset_i}."""
+    """sum_i taps_i x_{t + offset_i}, added up in float32 or more."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dtype = torch.promote_types(x.dtype, torch.float32)
     for first, last in _tiles(x):
-        torch.mul(x[:, first:last], taps[0], out=out[:, first:last])
+        total = out[:, first:last] if dtype == x.dtype else torch.empty_like(out[:, first:last], dtype=dtype)
+        torch.mul(x[:, first:last], taps[0].to(dtype), out=total)
         for tap, offset in zip(taps[1:], offsets[1:], strict=True):
             here, there = _overlap(first, last, offset, x.shape[1])
-            out[:, here].addcmul_(x[:, there], tap)
+            total[:, here.start - first : here.stop - first].addcmul_(x[:, there].to(dtype), tap.to(dtype))
+        if dtype != x.dtype:
+            out[:, first:last] = total
     return out
 
 

@@ -1,8 +1,8 @@
 """The table of engines: what each of them can do, and why one cannot do a call.
 
 An engine is one file per operation (`favor/torch.py`, `linear/native.py`) with the functions of `EngineOperation`, and
-one line here. The engine in C++ is the backend "cpu"; its files are called `native.py`. Sparse attention has one
-engine, torch, within its operators.
+one line here. The engine in C++ is the backend "cpu"; its files are called `native.py`. Sparse attention
+(`SparseOperation`) has no `backend` for users to choose: the first engine that can does it.
 """
 
 from collections.abc import Mapping
@@ -20,6 +20,9 @@ from subquad.kernels.favor import torch as favor_torch
 from subquad.kernels.linear import native as linear_native
 from subquad.kernels.linear import torch as linear_torch
 from subquad.kernels.problem import Gradients, Outputs, Saved
+from subquad.kernels.sparse import native as sparse_native
+from subquad.kernels.sparse import torch as sparse_torch
+from subquad.kernels.sparse.torch import Bounds, Inputs, Pairs
 
 AUTO = "auto"
 
@@ -44,11 +47,32 @@ class EngineOperation(Protocol):
         ...
 
 
+class SparseOperation(Protocol):
+    """What `sparse/torch.py` and `sparse/native.py` have; see there."""
+
+    def forward(self, inputs: Inputs, pairs: Pairs, bounds: Bounds, scale: float) -> tuple[Tensor, Tensor]:
+        """The output and its log-normaliser."""
+        ...
+
+    def backward(
+        self,
+        inputs: Inputs,
+        pairs: Pairs,
+        bounds: Bounds,
+        scale: float,
+        out: Tensor | None,
+        log_normaliser: Tensor,
+        grads: tuple[Tensor, Tensor],
+    ) -> Inputs:
+        """Gradients of the inputs."""
+        ...
+
+
 @dataclass(frozen=True)
 class Engine:
     """operations: an `EngineOperation` for each; devices: by type, None for any; signed: features that may be negative;
-    reach: near blocks beyond the neighbours; without_far: exact attention alone;
-    missing: why it cannot be used on this machine at all, or nothing."""
+    reach: near blocks beyond the neighbours; without_far: exact attention alone; sparse: a `SparseOperation` or None,
+    and its dtypes; missing: why it cannot be used on this machine at all, or nothing."""
 
     name: str
     operations: Mapping[str, EngineOperation]
@@ -60,6 +84,8 @@ class Engine:
     without_far: bool = True
     gradients: bool = True
     missing: str = ""
+    sparse: SparseOperation | None = None
+    sparse_dtypes: tuple[torch.dtype, ...] = checks.FLOAT_DTYPES
 
     def obstacle(self, operation: str, q: Tensor, **needs: bool) -> str | None:
         """Why it cannot do a call, or None. needs: as `shortcoming` names them."""
@@ -106,8 +132,10 @@ ENGINES: dict[str, Engine] = {
             dtypes=tuple(library.DTYPES),
             signed=False,
             missing=library.WHY_MISSING,
+            sparse=sparse_native,
+            sparse_dtypes=(torch.float32,),  # others are converted before they come here, or float64
         ),
-        Engine("torch", {"favor": favor_torch, "linear": linear_torch}),
+        Engine("torch", {"favor": favor_torch, "linear": linear_torch}, sparse=sparse_torch),
     )
 }
 
@@ -125,6 +153,18 @@ def choose(operation: str, backend: str, q: Tensor, **needs: bool) -> Engine:
             raise checks.engine_cannot(operation, backend, reason)
         return ENGINES[backend]
     return next(engine for engine in ENGINES.values() if engine.obstacle(operation, q, **needs) is None)
+
+
+def choose_sparse(q: Tensor) -> SparseOperation:
+    """The first engine that can."""
+    return next(
+        engine.sparse
+        for engine in ENGINES.values()
+        if engine.sparse is not None
+        and not engine.missing
+        and q.dtype in engine.sparse_dtypes
+        and (engine.devices is None or q.device.type in engine.devices)
+    )
 
 
 def step_of(operation: str, backend: str, q: Tensor, *others: Tensor | None, **needs: bool) -> Any:

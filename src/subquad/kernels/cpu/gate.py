@@ -39,8 +39,8 @@ NUMBERS = {
 }
 
 # Of each pointer its kind, and its sizes in the letters of `_sizes`. rows: an `Array` of the inputs' dtype; kept: the
-# same, dense; float: float32; made: float32, allocated for this call; low: int8; flag: bool;
-# count: int64.
+# same, dense; float: float32; made: float32, allocated for this call; low: int8; flag: bool; count: int64;
+# label: int32; log: float64.
 KEPT_FIELDS = {
     **{"sink_k": "kept B K sinks D", "sink_v": "kept B K sinks Dv"},
     **{"block_k": "kept B K blocks D", "block_v": "kept B K blocks Dv"},
@@ -357,7 +357,7 @@ def declared_pointers(
     fields: dict[str, str], sizes: Mapping[str, int | None], inputs: torch.dtype
 ) -> dict[str, Pointer]:
     dtypes = {"rows": inputs, "kept": inputs, "float": torch.float32, "made": torch.float32}
-    dtypes |= {"flag": torch.bool, "count": torch.int64, "low": torch.int8}
+    dtypes |= {"flag": torch.bool, "count": torch.int64, "low": torch.int8, "label": torch.int32, "log": torch.float64}
     pointers = {}
     for name, declared in fields.items():
         kind, *letters = declared.split()

@@ -78,6 +78,17 @@ class ConvolutionStep(Structure):
     ]
 
 
+class Sparse(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("threads", "alike", "rounds", "round", "skip_self")),
+        *((name, c_int32) for name in ("place_low", "place_high", "code_low", "code_high")),
+        ("scale", c_float),
+        *((name, c_int64) for name in ("tiles", "rows", "blocks", "keys", "met", "head_dim", "value_dim")),
+        *_pointers("q", "k", "v", "meets", "q_place", "k_place", "q_code", "k_code", "alive"),
+        *_pointers("out", "log_normaliser", "grad_out", "shift", "dq", "dk", "dv"),
+    ]
+
+
 class Library(NamedTuple):
     machine: str
     forward: Any
@@ -85,6 +96,7 @@ class Library(NamedTuple):
     step: Any
     convolve: Any
     convolve_step: Any
+    sparse: Any
     use_large_pages: Any
 
 
@@ -123,11 +135,11 @@ def _bind(machine: str, loaded: Any) -> Library | str:
     if loaded.subquad_sources().decode() != fingerprint(FOLDER):
         return f"engine_{machine}.so was made from other sources: install subquad again"
     loaded.subquad_sizes.restype = c_int64
-    structures = (Problem, Forward, Backward, Step, Convolution, ConvolutionStep)
+    structures = (Problem, Forward, Backward, Step, Convolution, ConvolutionStep, Sparse)
     if [loaded.subquad_sizes(i) for i in range(len(structures))] != [ctypes.sizeof(s) for s in structures]:
         return f"engine_{machine}.so has other structures than this file"
     taken = {"forward": (Problem, Forward), "backward": (Problem, Backward), "step": (Problem, Step)}
-    taken |= {"convolve": (Convolution,), "convolve_step": (ConvolutionStep,)}
+    taken |= {"convolve": (Convolution,), "convolve_step": (ConvolutionStep,), "sparse": (Sparse,)}
     functions = {name: getattr(loaded, f"subquad_{name}") for name in taken}
     for name, function in functions.items():
         function.argtypes, function.restype = [POINTER(structure) for structure in taken[name]], c_int32

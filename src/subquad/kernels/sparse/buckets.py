@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.kernels import engines
 from subquad.kernels.sparse import torch as sparse
 from subquad.kernels.sparse.groups import Groups, group, meetings
 from subquad.kernels.sparse.torch import ABSENT_KEY, ABSENT_QUERY, UNLIMITED, Bounds, Inputs, Pairs
@@ -97,9 +98,10 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     log_normaliser = p.own_logits()
     out = p.by_key_head(p.v).expand(-1, -1, p.groups, -1, -1).reshape(len(p.q), -1)
     out = out.masked_fill(~p.real[:, None], 0)
+    engine = engines.choose_sparse(p.q)
     for r in range(p.rounds):
         this = p.round(r)
-        part, part_log = sparse.forward(this.inputs(p.q, p.k, p.v), this.pairs, this.bounds, p.options.scale)
+        part, part_log = engine.forward(this.inputs(p.q, p.k, p.v), this.pairs, this.bounds, p.options.scale)
         part, part_log = this.tiles.scatter(part), this.tiles.scatter(part_log, -torch.inf)
         both = torch.logaddexp(log_normaliser, part_log)
         share = (part_log - both.masked_fill(both == -torch.inf, 0)).exp_().to(out.dtype)
@@ -117,13 +119,13 @@ def backward(problem: Problem, out: Tensor, log_normaliser: Tensor, grad: Tensor
     dq = (dlogit * p.by_key_head(p.k)).reshape(p.q.shape)
     dk = (dlogit * p.by_group(p.q)).sum(2).reshape(p.k.shape)
     dv = p.by_group(weight * grad).sum(2).reshape(p.v.shape)
-    nothing = grad.new_zeros(1)  # in place of the output, whose part of the gradient is in `shift` already
+    engine = engines.choose_sparse(p.q)
     for r in range(p.rounds):
         this = p.round(r)
         tiles, blocks = this.tiles, this.blocks
         grads = tiles.gather(grad), tiles.gather(shift)
         inputs = this.inputs(p.q, p.k, p.v)
-        part = sparse.backward(inputs, this.pairs, this.bounds, scale, nothing, tiles.gather(log_normaliser), grads)
+        part = engine.backward(inputs, this.pairs, this.bounds, scale, None, tiles.gather(log_normaliser), grads)
         dq += tiles.scatter(part.q)
         dk += blocks.scatter(part.k)
         dv += blocks.scatter(part.v)

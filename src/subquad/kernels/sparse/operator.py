@@ -1,4 +1,4 @@
-"""The engine of `torch.py` as a torch operator, with its own gradients.
+"""The engines of `torch.py` and `native.py` as a torch operator, with its own gradients.
 
 Letters as in `torch.py`.
 """
@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from subquad import checks
-from subquad.kernels import arguments
+from subquad.kernels import arguments, engines
 from subquad.kernels.operator import grad_or_zeros, make_operator, refuse_double_backward
 from subquad.kernels.sparse import torch as sparse
 from subquad.kernels.sparse.torch import Bounds, Inputs, Pairs
@@ -45,7 +45,7 @@ def _check_saved(*args: Any) -> None:
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     _check("sparse_forward", *args)
-    return sparse.forward(*_problem(*args))
+    return engines.choose_sparse(args[0]).forward(*_problem(*args))
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -57,9 +57,8 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     grad_out, grad_log_normaliser, out, log_normaliser, *rest = args
     _check_saved(*args)
-    return tuple(
-        g.contiguous() for g in sparse.backward(*_problem(*rest), out, log_normaliser, (grad_out, grad_log_normaliser))
-    )
+    engine, grads = engines.choose_sparse(rest[0]), (grad_out, grad_log_normaliser)
+    return tuple(g.contiguous() for g in engine.backward(*_problem(*rest), out, log_normaliser, grads))
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:

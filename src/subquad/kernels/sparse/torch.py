@@ -86,17 +86,21 @@ def backward(
     pairs: Pairs,
     bounds: Bounds,
     scale: float,
-    out: Tensor,
+    out: Tensor | None,
     log_normaliser: Tensor,
     grads: tuple[Tensor, Tensor],
 ) -> Inputs:
-    """Gradients of q, k and v, from those of the output and of the log-normaliser."""
+    """Gradients of q, k and v, from those of the output and of the log-normaliser.
+
+    out: None if its part is in the gradient of the log-normaliser already.
+    """
     q, k, v = inputs = Inputs(bounded_(inputs.q * scale), bounded_(inputs.k.clone()), inputs.v)
     grad_out, grad_log_normaliser = grads
     dq = torch.empty_like(q)
     dk, dv = (x.new_zeros(x.shape[0] + 1, *x.shape[1:]) for x in (k, v))  # the last block is padding
     log_normaliser = log_normaliser.masked_fill(log_normaliser == -torch.inf, torch.inf)[..., None].to(q.dtype)
-    shift = (grad_log_normaliser.to(q.dtype) - (grad_out * out).sum(-1))[..., None]
+    shift = grad_log_normaliser.to(q.dtype)
+    shift = (shift if out is None else shift - (grad_out * out).sum(-1))[..., None]
     for tile in _tiles(inputs, pairs, bounds):
         rows, blocks = tile.rows, tile.blocks.flatten()
         weights, grad = tile.logits.sub_(log_normaliser[rows]).exp_(), grad_out[rows]

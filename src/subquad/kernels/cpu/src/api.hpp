@@ -95,3 +95,22 @@ struct ConvolutionStep {
   const float *x, *y;            // [B, 1, first], [B, 1, second], or null
   float *out_x, *out_y, *new_recent;  // alike
 };
+
+// Exact attention of tiles of queries to some blocks of keys (sparse.hpp). What pairs, labels and bounds mean is said in
+// kernels/sparse/torch.py. All tensors are dense; N tiles of C queries, J blocks of E keys, W blocks per tile, R rounds.
+struct Sparse {
+  int32_t threads, alike, rounds, round, skip_self;  // alike: all tiles have the same labels
+  int32_t place_low, place_high, code_low, code_high;
+  float scale;
+  int64_t tiles, rows, blocks, keys, met, head_dim, value_dim;  // N, C, J, E, W, D, Dv
+  const float *q, *k, *v;                   // [N, C, D], [J, E, D], [J, E, Dv]
+  const int64_t* meets;                     // [N, W]; J: no block
+  const int32_t *q_place, *k_place;         // [N, C], [J, E]; alike: [C], [W, E]
+  const int32_t *q_code, *k_code;           // [N, C, R], [J, E, R], or null
+  const uint8_t* alive;                     // [J, E], or null: all
+  float* out;                               // [N, C, Dv] filled; for gradients read, or null: its part is in `shift`
+  double* log_normaliser;                   // [N, C] filled; for gradients read
+  const float* grad_out;                    // [N, C, Dv]; the rest of it are gradients, null in a forward
+  const double* shift;                      // [N, C] gradient of the log-normaliser
+  float *dq, *dk, *dv;                      // filled
+};

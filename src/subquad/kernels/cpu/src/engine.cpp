@@ -1,6 +1,7 @@
 // The whole engine for one kind of machine: compiled once for each, into a library of its own, so that not even the
 // standard library's templates are shared between code for different machines.
 #include "convolution.hpp"
+#include "sparse.hpp"
 #include "step.hpp"
 #include "stretches.hpp"
 
@@ -34,7 +35,7 @@ SUBQUAD_EXPORT const char* subquad_sources() { return SUBQUAD_SOURCES; }
 // Sizes of the structures, so that Python can refuse a library that is not its own.
 SUBQUAD_EXPORT int64_t subquad_sizes(int which) {
   const int64_t sizes[] = {sizeof(Problem), sizeof(Forward), sizeof(Backward), sizeof(Step),
-                           sizeof(Convolution), sizeof(ConvolutionStep)};
+                           sizeof(Convolution), sizeof(ConvolutionStep), sizeof(Sparse)};
   return sizes[which];
 }
 
@@ -68,4 +69,8 @@ SUBQUAD_EXPORT int32_t subquad_convolve(const Convolution* c) {
 }
 SUBQUAD_EXPORT int32_t subquad_convolve_step(const ConvolutionStep* c) {
   return guarded([&] { subquad::convolve_step(*c); });
+}
+// Forward, or, where there is a gradient of the output, gradients.
+SUBQUAD_EXPORT int32_t subquad_sparse(const Sparse* s) {
+  return guarded([&] { s->grad_out ? subquad::sparse_backward(*s) : subquad::sparse_forward(*s); });
 }
