@@ -633,15 +633,15 @@ KERNELS_CPU = (
     Mutant(
         "any balloon takes memory back",
         "kernels/cpu/large_pages.py",
-        '(device / "features").read_text()[REPORTING : REPORTING + 1] == "1"',
-        '(device / "features").read_text()[REPORTING : REPORTING + 1] != ""',
+        'features[REPORTING : REPORTING + 1] == "1"',
+        'features[REPORTING : REPORTING + 1] != ""',
         "tests/kernels/cpu/test_large_pages.py",
     ),
     Mutant(
         "any device that reports takes memory back",
         "kernels/cpu/large_pages.py",
-        '(device / "device").read_text().strip() == BALLOON',
-        '(device / "device").exists()',
+        "number.strip() == BALLOON and ",
+        "",
         "tests/kernels/cpu/test_large_pages.py",
     ),
     Mutant(
@@ -654,7 +654,7 @@ KERNELS_CPU = (
     Mutant(
         "a chunk of keys forgets what those before weighed",
         "kernels/cpu/src/sparse_tile.hpp",
-        "store(sum_ + row + lane, subquad::load(sum_ + row + lane) * decay + sum);",
+        "store(sum_ + row + lane, load(sum_ + row + lane) * decay + sum);",
         "store(sum_ + row + lane, sum);",
         "tests/kernels/test_sparse.py",
     ),
@@ -675,8 +675,8 @@ KERNELS_CPU = (
     Mutant(
         "keys that are not there are seen",
         "kernels/cpu/src/sparse_tile.hpp",
-        "bool any = !s.alive || s.alive[key];",
-        "bool any = true;",
+        "if (!s.alive || s.alive[key]) return",
+        "return",
         "tests/kernels/test_sparse.py",
     ),
     Mutant(

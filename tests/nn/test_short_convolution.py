@@ -131,6 +131,15 @@ def test_it_begins_as_the_identity() -> None:
     assert_close(mixed(ids).logits, plain(ids).logits, 1e-12)
 
 
+def test_half_precision_is_added_up_in_full() -> None:
+    """256 + 1 is 256 in bfloat16."""
+    layer = ShortConvolution(1, 3)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[[1.0, 1.0, -1.0]]]) / 8)
+    out = layer.bfloat16()(torch.tensor([[[256.0], [1.0], [256.0]]]).bfloat16(), causal=True)
+    assert out.flatten().tolist() == [256, 256, 1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_precision_of_inputs_is_kept(dtype: torch.dtype) -> None:
     layer, x = convolution(3, 4), numbers(2, 40, 3).detach()

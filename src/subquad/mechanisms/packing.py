@@ -1,4 +1,4 @@
-"""Moving tokens to slots: real tokens side by side, whatever the padding between them.
+"""Moving tokens to slots: real tokens side by side, whatever the padding between them, which comes last.
 
 `slots` is int64 `[B or 1, T]`; the slot just past the end means "in no slot".
 """
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def slots_of(index: Tensor, keep: Tensor, length: int) -> Tensor:
-    """`index` where `keep`, nowhere else."""
+    """`index` where `keep`; else `length`, which is no slot."""
     return torch.where(keep, index, length)
 
 

@@ -37,6 +37,8 @@ def test_a_balloon_that_reports_free_pages_is_found(
 
 def test_machines_without_such_devices_keep_their_memory(tmp_path: Path) -> None:
     assert not large_pages.host_takes_memory_back(tmp_path / "nothing")
+    (tmp_path / "virtio0").mkdir()
+    assert not large_pages.host_takes_memory_back(tmp_path)
 
 
 def test_the_user_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Whether the C++ engine asks the system for large pages of memory (2 MB instead of 4 kB) for its results.
 
-Results are fresh memory at every call, and pages of 4 kB cost up to a third of the time of `linear`. The exception are
-virtual machines whose host takes free memory back: to have a large page given again takes milliseconds.
+Results are fresh memory at every call, and pages of 4 kB cost up to a third of the time of `linear`. The exception is a
+virtual machine whose host takes free memory back: to have a large page given again takes milliseconds.
 """
 
 import os
@@ -25,12 +25,13 @@ def why_not() -> str:
 
 
 def host_takes_memory_back(devices: Path = DEVICES) -> bool:
-    """As far as Linux tells: features of a device are a line of zeros and ones."""
+    """As far as Linux tells: features of a device are a line of zeros and ones. False if it does not."""
+    return devices.is_dir() and any(map(_reports_free_pages, sorted(devices.iterdir())))
+
+
+def _reports_free_pages(device: Path) -> bool:
     try:
-        return any(
-            (device / "device").read_text().strip() == BALLOON
-            and (device / "features").read_text()[REPORTING : REPORTING + 1] == "1"
-            for device in devices.iterdir()
-        )
+        number, features = ((device / name).read_text() for name in ("device", "features"))
     except OSError:
         return False
+    return number.strip() == BALLOON and features[REPORTING : REPORTING + 1] == "1"

@@ -20,18 +20,18 @@ FIELDS = {
     **{"out": "float N C Dv", "log_normaliser": "log N C", "grad_out": "float N C Dv", "shift": "log N C"},
     **{"dq": "made N C D", "dk": "made J E D", "dv": "made J E Dv"},
 }
-READ = ("q", "k", "v", "meets", "q_place", "k_place")
-FILLED = {False: ("out", "log_normaliser"), True: ("log_normaliser", "grad_out", "shift", "dq", "dk", "dv")}
+NEEDED = ("q", "k", "v", "meets", "q_place", "k_place", "log_normaliser")
+NEEDED_BY_BACKWARD = ("grad_out", "shift", "dq", "dk", "dv")
 
 
 class SparsePlan:
-    """Sizes, and what the pointers must be. C++ itself passes over numbers of blocks that there are not."""
+    """Sizes, and what the pointers must be. Numbers of blocks outside of 0 .. J - 1 are passed over by C++."""
 
     def __init__(self, alike: bool, **sizes: int) -> None:
         for name, size in sizes.items():
             least = 0 if name == "rounds" else 1
             checks.number(OP, name, size, least, COUNT if name in ("tiles", "blocks") else SIZE)
-        panel = 2 * 64 // 4  # the widest vectors; these are what C++ counts as int
+        panel = 2 * 64 // 4  # two of the widest vectors; products of these sizes are int in C++
         widest = max(sizes["head_dim"], sizes["value_dim"]) + panel
         for what, count in (("keys of a block", sizes["keys"] + panel), ("rows of a tile", sizes["rows"] + panel)):
             if count * widest > COUNT:
@@ -54,7 +54,8 @@ class SparsePlan:
             checks.number(OP, name, bound, 0 if name == "round" else -COUNT, COUNT)
         given = Sparse(threads=threads, alike=self.alike, scale=scale, **bounds, **self.sizes)
         present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        for name in (*READ, *FILLED["grad_out" in present], *(("q_code", "k_code") if self.sizes["rounds"] else ())):
+        needed = (*NEEDED, *(NEEDED_BY_BACKWARD if "grad_out" in present else ("out",)))
+        for name in (*needed, "q_code", "k_code") if self.sizes["rounds"] else needed:
             if name not in present:
                 raise checks.missing(OP, name)
         for name, tensor in present.items():

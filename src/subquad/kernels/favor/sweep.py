@@ -220,6 +220,7 @@ class Sweep:
         grad_state: Total,
         into: Gradients,
     ) -> Total:
+        """Gradients by the far field and the exact part, added to `into`; returns that of the state before."""
         tile = self._open(start, block, blocks, state)
         grad, centred_grad, log_normaliser = self.p.output_gradient(saved, start, block, blocks, state.centre)
         if self._too_large(tile, log_normaliser):

@@ -1,4 +1,4 @@
-"""Attention along lines: queries meet keys of their own line only. Cuts lines into tiles of the engine in `torch.py`.
+"""Attention along lines: queries meet keys of their own line only. Cuts lines into tiles of the sparse engines.
 
 Letters as in `torch.py`, and X lines, G query heads per key head, T queries and S keys of a line.
 """
@@ -26,7 +26,7 @@ class Lines(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Output and log-normaliser over some of the keys; `sparse.merge` puts parts together."""
+    """Output and log-normaliser over some of the keys; `merge` of `torch.py` puts parts together."""
 
     out: Tensor
     log_normaliser: Tensor

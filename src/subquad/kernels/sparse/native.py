@@ -1,4 +1,4 @@
-"""The engine of `torch.py` in C++, for float32 on CPUs; what it computes is said there.
+"""The engine of `torch.py` in C++ (`kernels/cpu/src/sparse.hpp`), for float32 on CPUs; what it computes is said there.
 
 Letters as in `torch.py`.
 """
@@ -30,7 +30,8 @@ def backward(
     log_normaliser: Tensor,
     grads: tuple[Tensor, Tensor],
 ) -> Inputs:
-    plan, (grad_out, shift) = _plan(inputs, pairs), grads
+    plan = _plan(inputs, pairs)
+    grad_out, shift = grads  # gradients of the output and of the log-normaliser
     made = {name: plan.new(name) for name in ("dq", "dk", "dv")}
     read = {"out": out, "log_normaliser": log_normaliser, "grad_out": grad_out, "shift": shift.double()}
     _run(plan, inputs, pairs, bounds, scale, read | made)

@@ -5,25 +5,25 @@
 
 namespace subquad {
 
-// Keys that are packed at once: one block at least.
+// Keys that are packed at once, so that they and their weights stay in the second cache: one block at least.
 inline long chunk_capacity(const Sparse& s) {
   constexpr long KEYS = 512;
   return std::max<long>(s.keys, std::min<long>(s.met * s.keys, KEYS / s.keys * s.keys));
 }
 
-// Tiles per task: enough to be worth handing over.
+// Tiles per task: enough products to be worth handing over to another thread.
 inline long tiles_per_task(const Sparse& s) {
   constexpr double PRODUCTS = 1 << 21;
   return std::max(1L, long(PRODUCTS / (double(s.rows) * double(s.met * s.keys) * double(s.head_dim + s.value_dim))));
 }
 
 inline void sparse_forward(const Sparse& s) {
-  const Pictures pictures(s);
+  const SharedMasks masks(s);
   const long step = tiles_per_task(s), tasks = (s.tiles + step - 1) / step;
   each_task(s.threads, tasks, [&](long task) {
     pool().reset();
     Chunk chunk = Chunk::allocate(s, chunk_capacity(s), false);
-    SparseTile rows(s, pictures, chunk.capacity);
+    SparseTile rows(s, masks, chunk.capacity);
     for (long tile = task * step; tile < std::min<long>((task + 1) * step, s.tiles); ++tile) {
       rows.begin(tile);
       for (long w = 0; w < s.met;) {
@@ -47,7 +47,12 @@ class KeyGradients {
       first[tile] = *std::min_element(s.meets + tile * s.met, s.meets + (tile + 1) * s.met);
     }
     std::stable_sort(order_.begin(), order_.end(), [&](long a, long b) { return first[a] < first[b]; });
-    for (const bool collect : {false, true}) each_meeting(collect);
+    each_meeting([&](long portion, long b) {
+      owner_[b] = owner_[b] == NOBODY || owner_[b] == portion ? portion : SEVERAL;
+    });
+    each_meeting([&](long portion, long b) {
+      if (owner_[b] == SEVERAL) shared_[portion].push_back(b);
+    });
     for (std::vector<long>& blocks : shared_) {
       std::sort(blocks.begin(), blocks.end());
       blocks.erase(std::unique(blocks.begin(), blocks.end()), blocks.end());
@@ -77,7 +82,7 @@ class KeyGradients {
       }
     }
   }
-  // What several portions have, those blocks that are the task's.
+  // Adds up what several portions have, for blocks b with b % tasks == task.
   void merge(long task, long tasks) const {
     for (size_t portion = 0; portion < shared_.size(); ++portion)
       for (size_t i = 0; i < shared_[portion].size(); ++i) {
@@ -95,29 +100,23 @@ class KeyGradients {
   static void add_row(const float* __restrict__ from, long count, float* __restrict__ to) {
     for (long i = 0; i < count; ++i) to[i] += from[i];
   }
-  // First finds the owners of blocks; then collects, for each portion, those that have none.
-  void each_meeting(bool collect) {
+  template <class Work>
+  void each_meeting(Work work) const {
     for (long portion = 0; portion < long(shared_.size()); ++portion)
       each_tile(portion, [&](long tile) {
-        for (long w = 0; w < s_.met; ++w) {
-          const long b = s_.meets[tile * s_.met + w];
-          if (!exists(s_, b)) continue;
-          if (!collect)
-            owner_[b] = owner_[b] == NOBODY || owner_[b] == portion ? portion : SEVERAL;
-          else if (owner_[b] == SEVERAL)
-            shared_[portion].push_back(b);
-        }
+        for (const int64_t* met = s_.meets + tile * s_.met; met < s_.meets + (tile + 1) * s_.met; ++met)
+          if (exists(s_, *met)) work(portion, long(*met));
       });
   }
 
   const Sparse& s_;
   std::vector<long> order_, owner_;          // of tiles; of blocks
   std::vector<std::vector<long>> shared_;    // of each portion: blocks that others meet too, ascending
-  std::vector<Buffer> sums_;                 // theirs: [blocks][E][D], then [E][Dv]
+  std::vector<Buffer> sums_;                 // of each of these blocks: [E][D], then [E][Dv]
 };
 
 // Zeros for gradients that are sums, each thread a part of them.
-inline void clear_gradients(const Sparse& s, float* sums, long count) {
+inline void clear_in_parallel(const Sparse& s, float* sums, long count) {
   ask_for_large_pages(sums, count);
   each_task(s.threads, s.threads, [&](long part) {
     std::fill(sums + count * part / s.threads, sums + count * (part + 1) / s.threads, 0.0f);
@@ -126,15 +125,15 @@ inline void clear_gradients(const Sparse& s, float* sums, long count) {
 
 inline void sparse_backward(const Sparse& s) {
   constexpr long PORTIONS_PER_THREAD = 4;  // a thread that another process delays must not hold up the rest
-  const Pictures pictures(s);
+  const SharedMasks masks(s);
   const long portions = s.threads == 1 ? 1 : std::min<long>(s.threads * PORTIONS_PER_THREAD, s.tiles);
   const KeyGradients gradients(s, portions);
-  clear_gradients(s, s.dk, s.blocks * s.keys * s.head_dim);
-  clear_gradients(s, s.dv, s.blocks * s.keys * s.value_dim);
+  clear_in_parallel(s, s.dk, s.blocks * s.keys * s.head_dim);
+  clear_in_parallel(s, s.dv, s.blocks * s.keys * s.value_dim);
   each_task(s.threads, portions, [&](long portion) {
     pool().reset();
     Chunk chunk = Chunk::allocate(s, chunk_capacity(s), true);
-    SparseTile rows(s, pictures, chunk.capacity);
+    SparseTile rows(s, masks, chunk.capacity);
     gradients.each_tile(portion, [&](long tile) {
       rows.begin_back(tile);
       for (long w = 0; w < s.met;) {

@@ -31,7 +31,7 @@ SUBQUAD_STAGE inline void pack_rows(const float* from, long count, int width, fl
 // As `bounded_` in kernels/precision.py.
 inline float logit_limit(int head_dim) { return std::sqrt(std::numeric_limits<float>::max() / (4 * float(head_dim))); }
 
-// Whether there is such a block: its number is J where a tile meets fewer, and anything in a wrong call.
+// Whether there is such a block: J stands for none where a tile meets fewer, and other numbers are passed over.
 inline bool exists(const Sparse& s, int64_t block) { return block >= 0 && block < s.blocks; }
 
 // Labels of a panel of rows, for comparisons with those of one key. Differences may wrap around, as in torch.
@@ -48,7 +48,7 @@ class RowLabels {
     skips_self_ = s.skip_self && (s.alike || s.place_low <= 0);
   }
   // Writes 0 for rows that see the key, -inf for others; returns whether any does.
-  bool look(int32_t place, const int32_t* codes, float* to) const {
+  bool mask_key(int32_t place, const int32_t* codes, float* to) const {
     bool any = false;
     for (int lane = 0; lane < PANEL; lane += LANES) {
       const IVec own = whole(place_ + lane);
@@ -89,17 +89,17 @@ class RowLabels {
   std::vector<int32_t> codes_;  // [rounds][PANEL]
 };
 
-// What tiles that look alike see: the same for all of them but for keys that are not there.
-class Pictures {
+// The masks of tiles that have the same labels, but for keys that are not there.
+class SharedMasks {
  public:
-  explicit Pictures(const Sparse& s) : keys_(s.met * s.keys) {
+  explicit SharedMasks(const Sparse& s) : keys_(s.met * s.keys) {
     if (!s.alike) return;
     const long panels = padded(s.rows) / PANEL;
     hidden_ = new_buffer(panels * keys_ * PANEL);
     any_.resize(panels * keys_);
     for (long j = 0; j < panels; ++j) {
       const RowLabels rows(s, 0, j * PANEL);
-      for (long e = 0; e < keys_; ++e) any_[j * keys_ + e] = rows.look(s.k_place[e], nullptr, hidden_.get() + (j * keys_ + e) * PANEL);
+      for (long e = 0; e < keys_; ++e) any_[j * keys_ + e] = rows.mask_key(s.k_place[e], nullptr, hidden_.get() + (j * keys_ + e) * PANEL);
     }
   }
   // To 0 for the rows of a panel that see the key, -inf for others; whether any does.
@@ -117,7 +117,8 @@ class Pictures {
 
 // Keys of some of the blocks that a tile meets, packed. `capacity` keys fit.
 struct Chunk {
-  long capacity, count, height;  // height: rounded up to vectors
+  long capacity;
+  long count, height;  // height: rounded up to whole panels
   float *columns, *value_columns;  // [keys][D], [keys][Dv]
   float *dk, *dv;                  // [keys][..] in padded rows, where gradients are collected
   std::vector<long> met, blocks;   // places among the blocks of the tile, and the blocks
@@ -167,8 +168,8 @@ struct Chunk {
 class SparseTile {
  public:
   // `capacity` keys at a time.
-  SparseTile(const Sparse& sparse, const Pictures& pictures, long capacity)
-      : s(sparse), pictures_(pictures), height_(padded(s.rows)), depth_(padded(s.head_dim)), width_(padded(s.value_dim)),
+  SparseTile(const Sparse& sparse, const SharedMasks& masks, long capacity)
+      : s(sparse), masks_(masks), height_(padded(s.rows)), depth_(padded(s.head_dim)), width_(padded(s.value_dim)),
         D(int(s.head_dim)), Dv(int(s.value_dim)) {
     lanes_ = pool().take(height_ * D);
     top_ = pool().take(height_);
@@ -176,7 +177,7 @@ class SparseTile {
     weights_ = pool().take(capacity * GROUP);
     if (!s.grad_out) {
       sum_ = pool().take(height_);
-      sums_ = pool().take(height_ * width_);
+      values_ = pool().take(height_ * width_);
       return;
     }
     columns_ = pool().take(height_ * depth_);
@@ -189,20 +190,20 @@ class SparseTile {
   // The forward ---------------------------------------------------------------------------------------------------------
 
   void begin(long tile) {
-    load(tile);
+    load_queries(tile);
     std::fill(top_, top_ + height_, -INFINITE);
     std::fill(sum_, sum_ + height_, 0.0f);
-    std::fill(sums_, sums_ + height_ * width_, 0.0f);
+    std::fill(values_, values_ + height_ * width_, 0.0f);
   }
   void attend(const Chunk& keys) {
     for (long row = 0; row < height_; row += PANEL) {
-      const Seen seen = look(keys, row);
+      const Seen seen = mask(keys, row);
       if (seen.from >= seen.to) continue;
       multiply_panel<false>(seen.to - seen.from, D, panels(keys.columns + seen.from * PANEL, keys.height), lanes_ + row * D,
                             weights_ + seen.from * PANEL, PANEL);
       weigh(row, seen);
       add_product(PANEL, Dv, seen.to - seen.from, transposed(weights_ + seen.from * PANEL, 0),
-                  {keys.value_columns + seen.from * PANEL, keys.height * PANEL}, in_rows(sums_ + row * width_, width_));
+                  {keys.value_columns + seen.from * PANEL, keys.height * PANEL}, in_rows(values_ + row * width_, width_));
     }
   }
   SUBQUAD_STAGE void finish() const {
@@ -210,7 +211,7 @@ class SparseTile {
       const float total = sum_[row];
       const bool sees = !(total == 0);  // NaN does
       const long at = tile_ * s.rows + row;
-      for (int d = 0; d < Dv; ++d) s.out[at * Dv + d] = sees ? sums_[row * width_ + d] / total : 0;
+      for (int d = 0; d < Dv; ++d) s.out[at * Dv + d] = sees ? values_[row * width_ + d] / total : 0;
       s.log_normaliser[at] = sees ? double(top_[row]) + std::log(double(total)) : -double(INFINITE);
     }
   }
@@ -218,14 +219,14 @@ class SparseTile {
   // Gradients -----------------------------------------------------------------------------------------------------------
 
   SUBQUAD_STAGE void begin_back(long tile) {
-    load(tile);
+    load_queries(tile);
     const long first = tile * s.rows;
     pack_rows(s.grad_out + first * Dv, s.rows, Dv, 1, INFINITE, height_, grad_lanes_, grad_columns_);
     for (long row = 0; row < height_; ++row) {
       const bool there = row < s.rows;
       const double normaliser = there ? s.log_normaliser[first + row] : -double(INFINITE);
       const bool sees = normaliser != -double(INFINITE);
-      top_[row] = sees ? float(normaliser) : INFINITE;  // beside a logit of 1e4 one float has no digits left
+      top_[row] = sees ? float(normaliser) : INFINITE;  // of 1e4, one float alone would leave out 5e-4
       low_[row] = sees ? float(normaliser - double(top_[row])) : 0;
       shift_[row] = there ? float(s.shift[first + row]) : 0;
       if (there && s.out) shift_[row] -= dot(s.grad_out + (first + row) * Dv, s.out + (first + row) * Dv, Dv);
@@ -238,7 +239,7 @@ class SparseTile {
       const int panels = int(std::min<long>(GROUP, height_ - row) / PANEL);
       Seen seen[GROUP / PANEL], all{int(keys.count), 0};
       for (int j = 0; j < panels; ++j) {
-        seen[j] = look(keys, row + j * PANEL);
+        seen[j] = mask(keys, row + j * PANEL);
         if (seen[j].from >= seen[j].to) continue;
         all = {std::min(all.from, seen[j].from), std::max(all.to, seen[j].to)};
         differentiate(keys, row + j * PANEL, seen[j], j * keys.count * PANEL);
@@ -256,7 +257,7 @@ class SparseTile {
  private:
   static constexpr int GROUP = TILE;  // rows whose keys get their gradients in one product
 
-  void load(long tile) {
+  void load_queries(long tile) {
     tile_ = tile;
     pack_rows(s.q + tile * s.rows * D, s.rows, D, s.scale, logit_limit(D), height_, lanes_, columns_);
     if (s.alike) return;
@@ -265,46 +266,46 @@ class SparseTile {
   }
 
   // Fills `hidden_` for a panel of rows; the limits of the keys that any of them sees.
-  SUBQUAD_STAGE Seen look(const Chunk& keys, long row) {
+  SUBQUAD_STAGE Seen mask(const Chunk& keys, long row) {
     Seen seen{int(keys.count), 0};
-    float* to = hidden_;
-    for (long e = 0; e < keys.count; ++e, to += PANEL) {
-      const long place = e / s.keys, inside = e % s.keys, key = keys.blocks[place] * s.keys + inside;
-      bool any = !s.alive || s.alive[key];
-      if (!s.alike)
-        any = labels_[row / PANEL].look(s.k_place[key], s.k_code ? s.k_code + key * s.rounds : nullptr, to);
-      else if (any)
-        any = pictures_.copy(row / PANEL, keys.met[place] * s.keys + inside, to);
-      else
-        std::fill(to, to + PANEL, -INFINITE);
-      if (any) seen = {std::min(seen.from, int(e)), int(e) + 1};
-    }
+    int e = 0;
+    for (size_t i = 0; i < keys.blocks.size(); ++i)
+      for (long inside = 0; inside < s.keys; ++inside, ++e)
+        if (mask_key(row / PANEL, keys.blocks[i] * s.keys + inside, keys.met[i] * s.keys + inside, hidden_ + e * PANEL))
+          seen = {std::min(seen.from, e), e + 1};
     return seen;
   }
+  // The same for one key, of all keys and of those that the tile meets.
+  bool mask_key(long panel, long key, long met, float* to) const {
+    if (!s.alike) return labels_[panel].mask_key(s.k_place[key], s.k_code ? s.k_code + key * s.rounds : nullptr, to);
+    if (!s.alive || s.alive[key]) return masks_.copy(panel, met, to);
+    std::fill(to, to + PANEL, -INFINITE);
+    return false;
+  }
 
-  // From logits to weights relative to the largest so far, which sums and outputs are made relative to as well.
+  // From logits to exp(logit - largest so far), which earlier sums are made relative to as well.
   SUBQUAD_STAGE void weigh(long row, Seen seen) {
     for (int lane = 0; lane < PANEL; lane += LANES) {
-      Vec top = subquad::load(top_ + row + lane), sum{};
+      Vec top = load(top_ + row + lane), sum{};
       const Vec before = top;
       for (int e = seen.from; e < seen.to; ++e) {
         float* x = weights_ + e * PANEL + lane;
-        const Vec logit = subquad::load(x) + subquad::load(hidden_ + e * PANEL + lane);
+        const Vec logit = load(x) + load(hidden_ + e * PANEL + lane);
         store(x, logit);
         top = vmax(top, logit);
       }
       const Vec reference = top == splat(-INFINITE) ? Vec{} : top, decay = vexp(before - reference);
       for (int e = seen.from; e < seen.to; ++e) {
         float* x = weights_ + e * PANEL + lane;
-        const Vec weight = vexp(subquad::load(x) - reference);
+        const Vec weight = vexp(load(x) - reference);
         store(x, weight);
         sum += weight;
       }
       store(top_ + row + lane, top);
-      store(sum_ + row + lane, subquad::load(sum_ + row + lane) * decay + sum);
+      store(sum_ + row + lane, load(sum_ + row + lane) * decay + sum);
       for (int i = 0; i < LANES; ++i) {
-        float* out = sums_ + (row + lane + i) * width_;
-        for (long d = 0; d < width_ && decay[i] != 1; d += LANES) store(out + d, subquad::load(out + d) * splat(decay[i]));
+        float* out = values_ + (row + lane + i) * width_;
+        for (long d = 0; d < width_ && decay[i] != 1; d += LANES) store(out + d, load(out + d) * splat(decay[i]));
       }
     }
   }
@@ -318,11 +319,11 @@ class SparseTile {
     multiply_panel<false>(count, Dv, panels(keys.value_columns + seen.from * PANEL, keys.height), grad_lanes_ + row * Dv,
                           dlogits + seen.from * PANEL, PANEL);
     for (int lane = 0; lane < PANEL; lane += LANES) {
-      const Vec high = subquad::load(top_ + row + lane), low = subquad::load(low_ + row + lane);
-      const Vec shift = subquad::load(shift_ + row + lane);
+      const Vec high = load(top_ + row + lane), low = load(low_ + row + lane);
+      const Vec shift = load(shift_ + row + lane);
       for (long i = seen.from * PANEL + lane; i < seen.to * PANEL; i += PANEL) {
-        const Vec weight = vexp(subquad::load(weights + i) + subquad::load(hidden_ + i) - high - low);
-        const Vec slope = weight * (subquad::load(dlogits + i) + shift);
+        const Vec weight = vexp(load(weights + i) + load(hidden_ + i) - high - low);
+        const Vec slope = weight * (load(dlogits + i) + shift);
         store(weights + i, weight), store(dlogits + i, weight == Vec{} ? Vec{} : slope);
       }
     }
@@ -344,17 +345,24 @@ class SparseTile {
   }
 
   const Sparse& s;
-  const Pictures& pictures_;
+  const SharedMasks& masks_;
   const long height_, depth_, width_;  // rows, D and Dv rounded up to panels
   const int D, Dv;
   long tile_ = 0;
   std::vector<RowLabels> labels_;        // of each panel of rows, unless tiles look alike
-  float *lanes_, *columns_ = nullptr;    // [D][rows], [rows][D] queries
-  float *top_, *sum_;                    // [rows] the largest logit, or in the backward the log-normaliser; sums of weights
-  float *hidden_, *weights_;             // [keys][PANEL] 0 or -inf; [keys][GROUP]
-  float* sums_;                          // [rows][Dv] weights times values
-  float *grad_lanes_, *grad_columns_;    // [Dv][rows], [rows][Dv] gradients of outputs
-  float *dlogits_, *low_, *shift_, *dx_; // [keys][GROUP]; [rows]; [rows]; [rows][D]
+  float* lanes_ = nullptr;               // [D][rows] queries
+  float* columns_ = nullptr;             // [rows][D] the same
+  float* top_ = nullptr;                 // [rows] the largest logit so far; in the backward the log-normaliser
+  float* low_ = nullptr;                 // [rows] what rounding left out of that
+  float* hidden_ = nullptr;              // [keys][PANEL] 0 where a row sees the key, else -inf
+  float* weights_ = nullptr;             // [keys][GROUP]
+  float* sum_ = nullptr;                 // [rows] of weights
+  float* values_ = nullptr;              // [rows][Dv] sums of weights times values
+  float* grad_lanes_ = nullptr;          // [Dv][rows] gradients of outputs
+  float* grad_columns_ = nullptr;        // [rows][Dv] the same
+  float* dlogits_ = nullptr;             // [keys][GROUP]
+  float* shift_ = nullptr;               // [rows] gradient of the log-normaliser less gradient times output
+  float* dx_ = nullptr;                  // [rows][D] gradients of queries
 };
 
 }  // namespace subquad
