@@ -86,6 +86,13 @@ NN = (
         "tests/nn/test_short_convolution.py -k 'engines_way'",
     ),
     Mutant(
+        "short convolutions are added up in half precision",
+        "kernels/convolution.py",
+        "    dtype = torch.promote_types(x.dtype, torch.float32)\n    for first",
+        "    dtype = x.dtype\n    for first",
+        "tests/nn/test_short_convolution.py -k half_precision",
+    ),
+    Mutant(
         "a token's convolution forgets its gradients",
         "kernels/convolution.py",
         "if torch.is_grad_enabled() or parts[0].dtype",
