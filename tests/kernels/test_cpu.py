@@ -188,7 +188,7 @@ def test_wide_windows(near: int, reach: int, count: int, causal: bool) -> None:
 
 @pytest.mark.parametrize("length", [5, 63, 70, 300])
 @pytest.mark.parametrize("reach", [1, 3, 16, 1000])
-def test_the_last_state_holds_what_the_last_query_does_not_see(reach: int, length: int) -> None:
+def test_the_last_state_ends_reach_blocks_before_the_last_one(reach: int, length: int) -> None:
     """Without a mask that says which keys to fold; a tile of the engine may go on behind the last token."""
     options = FavorOptions(4, 0, 0.5, gaussian=False, chunk=0, backend="auto", reach=reach)
     double = torch.randn(3, 1, 2, length, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

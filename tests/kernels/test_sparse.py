@@ -145,14 +145,40 @@ def test_hidden_keys_may_hold_anything_finite(size: float) -> None:
 
 
 def test_nan_reaches_rows_that_see_it() -> None:
+    """And no others, if it is in a key."""
     inputs, pairs, _ = problem(Sizes(1, 4, 1, 4, 1), alike=False)
-    pairs = pairs._replace(blocks=torch.zeros(1, 1, dtype=torch.int64), q_place=torch.tensor([[0, 1, 2, 3]]).int())
-    pairs = pairs._replace(k_place=torch.tensor([[0, 1, 2, 3]]).int())
-    for which in ("k", "v"):
+    places = torch.tensor([[0, 1, 2, 3]], dtype=torch.int32)
+    pairs = Pairs(torch.zeros(1, 1, dtype=torch.int64), places, places)
+    for which, reached in (("k", [False, False, True, True]), ("v", [True] * 4)):
         spoiled = getattr(inputs, which).clone()
         spoiled[0, 2] = torch.nan
-        out, _ = native.forward(inputs._replace(**{which: spoiled}), pairs, Bounds(0), 0.3)
-        assert bool(out[0, 2:].isnan().all())
+        given = inputs._replace(**{which: spoiled})
+        for engine in (native, reference):
+            out, _ = engine.forward(given, pairs, Bounds(0), 0.3)
+            assert out.isnan().all(-1).tolist() == [reached]
+
+
+def test_normalisers_beyond_float32_leave_no_weight() -> None:
+    """Those of tokens with themselves, which buckets add in float64, may be larger than any logit of a tile."""
+    inputs, pairs, grads = problem(Sizes(3, 9, 4, 8, 2), alike=False)
+    out, log_normaliser = native.forward(inputs, pairs, Bounds(), 0.3)
+    for size in (1e39, -1e39, torch.inf):
+        log_normaliser[0, 3] = size
+        exact = Inputs(*(x.double() for x in inputs))
+        without = log_normaliser.masked_fill(log_normaliser.abs() > 1e38, torch.inf)
+        want = reference.backward(exact, pairs, Bounds(), 0.3, out.double(), without, (grads[0].double(), grads[1]))
+        got = native.backward(inputs, pairs, Bounds(), 0.3, out, log_normaliser, grads)
+        for g, w in zip(got, want, strict=True):
+            assert_close(g, w, 1e-6)
+
+
+def test_rounds_beyond_those_that_there_are() -> None:
+    inputs, pairs, _ = problem(Sizes(6, 40, 9, 20, 4, rounds=2), alike=False)
+    exact = Inputs(*(x.double() for x in inputs))
+    for number in (2, 5, 2**31 - 1):
+        bounds = Bounds(code_low=0, code_high=1, round=number)
+        want, _ = reference.forward(exact, pairs, bounds, 0.3)
+        assert_close(native.forward(inputs, pairs, bounds, 0.3)[0], want, 1e-6)
 
 
 MECHANISMS = {
@@ -193,6 +219,7 @@ WRONG = {
     "codes of queries alone": lambda i, p: (i, p._replace(k_code=None)),
     "blocks of int32": lambda i, p: (i, p._replace(blocks=p.blocks.int())),
     "other tiles": lambda i, p: (i, p._replace(blocks=p.blocks[1:])),
+    "keys that are not there": lambda i, p: (i, p._replace(alive=torch.ones(9, 10, dtype=torch.bool))),
     "tensors of another device": lambda i, p: (i._replace(v=i.v.to("meta")), p),
 }
 

@@ -652,6 +652,27 @@ KERNELS_CPU = (
         "tests/kernels/cpu/test_large_pages.py",
     ),
     Mutant(
+        "the number of rounds overflows",
+        "kernels/cpu/src/sparse_tile.hpp",
+        "s.round < s.rounds ? s.round + 1 : s.rounds",
+        "std::min(s.round + 1, s.rounds)",
+        "tests/kernels/test_sparse.py",
+    ),
+    Mutant(
+        "normalisers beyond float32 are NaN",
+        "kernels/cpu/src/sparse_tile.hpp",
+        "!(std::fabs(normaliser) > double(std::numeric_limits<float>::max()))",
+        "normaliser != -double(INFINITE)",
+        "tests/kernels/test_sparse.py",
+    ),
+    Mutant(
+        "NaN in a hidden key reaches the rows of its panel",
+        "kernels/cpu/src/sparse_tile.hpp",
+        "load(hidden_ + e * PANEL + lane) < Vec{} ? splat(-INFINITE) : load(x)",
+        "load(hidden_ + e * PANEL + lane) + load(x)",
+        "tests/kernels/test_sparse.py",
+    ),
+    Mutant(
         "a chunk of keys forgets what those before weighed",
         "kernels/cpu/src/sparse_tile.hpp",
         "store(sum_ + row + lane, load(sum_ + row + lane) * decay + sum);",

@@ -59,6 +59,8 @@ class SparsePlan:
             if name not in present:
                 raise checks.missing(OP, name)
         for name, tensor in present.items():
+            if name not in self._pointers:
+                raise checks.unasked(OP, name, f"tiles have labels {'in common' if self.alike else 'of their own'}")
             setattr(given, name, self._pointers[name].to(tensor))
         keep: Any = given
         keep.tensors = present  # alive as long as their addresses

@@ -40,7 +40,7 @@ inline void sparse_forward(const Sparse& s) {
 // portion, and these are added in order.
 class KeyGradients {
  public:
-  KeyGradients(const Sparse& s, long portions) : s_(s), order_(s.tiles), owner_(s.blocks, NOBODY), shared_(portions) {
+  KeyGradients(const Sparse& s, long portions) : s_(s), order_(s.tiles), owner_(s.blocks, NOBODY), shared_(portions), sums_(portions) {
     std::vector<long> first(s.tiles);
     for (long tile = 0; tile < s.tiles; ++tile) {
       order_[tile] = tile;
@@ -56,9 +56,17 @@ class KeyGradients {
     for (std::vector<long>& blocks : shared_) {
       std::sort(blocks.begin(), blocks.end());
       blocks.erase(std::unique(blocks.begin(), blocks.end()), blocks.end());
-      sums_.push_back(new_buffer(blocks.size() * size()));
-      std::fill(sums_.back().get(), sums_.back().get() + blocks.size() * size(), 0.0f);
+      copies_ += long(blocks.size());
     }
+  }
+  // Blocks that are kept by portions, for all of them together.
+  long copies() const { return copies_; }
+
+  // Memory for a portion, before it begins.
+  void open(long portion) {
+    const size_t count = shared_[portion].size() * size();
+    sums_[portion] = new_buffer(count);
+    std::fill(sums_[portion].get(), sums_[portion].get() + count, 0.0f);
   }
 
   template <class Work>
@@ -112,6 +120,7 @@ class KeyGradients {
   const Sparse& s_;
   std::vector<long> order_, owner_;          // of tiles; of blocks
   std::vector<std::vector<long>> shared_;    // of each portion: blocks that others meet too, ascending
+  long copies_ = 0;
   std::vector<Buffer> sums_;                 // of each of these blocks: [E][D], then [E][Dv]
 };
 
@@ -125,28 +134,32 @@ inline void clear_in_parallel(const Sparse& s, float* sums, long count) {
 
 inline void sparse_backward(const Sparse& s) {
   constexpr long PORTIONS_PER_THREAD = 4;  // a thread that another process delays must not hold up the rest
+  constexpr long MOST_COPIES = 4;          // of all keys' gradients: where tiles share all blocks, fewer threads work
   const SharedMasks masks(s);
-  const long portions = s.threads == 1 ? 1 : std::min<long>(s.threads * PORTIONS_PER_THREAD, s.tiles);
-  const KeyGradients gradients(s, portions);
+  long portions = s.threads == 1 ? 1 : std::min<long>(s.threads * PORTIONS_PER_THREAD, s.tiles);
+  auto gradients = std::make_unique<KeyGradients>(s, portions);
+  for (; gradients->copies() > MOST_COPIES * s.blocks; gradients = std::make_unique<KeyGradients>(s, portions))
+    portions = std::max(1L, portions / 2);
   clear_in_parallel(s, s.dk, s.blocks * s.keys * s.head_dim);
   clear_in_parallel(s, s.dv, s.blocks * s.keys * s.value_dim);
   each_task(s.threads, portions, [&](long portion) {
     pool().reset();
     Chunk chunk = Chunk::allocate(s, chunk_capacity(s), true);
     SparseTile rows(s, masks, chunk.capacity);
-    gradients.each_tile(portion, [&](long tile) {
+    gradients->open(portion);
+    gradients->each_tile(portion, [&](long tile) {
       rows.begin_back(tile);
       for (long w = 0; w < s.met;) {
         w = chunk.load(s, tile, w);
         if (!chunk.count) continue;
         chunk.clear_gradients(s);
         rows.attend_back(chunk);
-        gradients.add(portion, chunk);
+        gradients->add(portion, chunk);
       }
       rows.finish_back();
     });
   });
-  each_task(s.threads, s.threads, [&](long task) { gradients.merge(task, s.threads); });
+  each_task(s.threads, s.threads, [&](long task) { gradients->merge(task, s.threads); });
 }
 
 }  // namespace subquad

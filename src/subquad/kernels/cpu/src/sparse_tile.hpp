@@ -37,7 +37,7 @@ inline bool exists(const Sparse& s, int64_t block) { return block >= 0 && block 
 // Labels of a panel of rows, for comparisons with those of one key. Differences may wrap around, as in torch.
 class RowLabels {
  public:
-  RowLabels(const Sparse& s, long tile, long first) : s_(s), rounds_(s.q_code ? std::min(s.round + 1, s.rounds) : 0) {
+  RowLabels(const Sparse& s, long tile, long first) : s_(s), rounds_(s.q_code ? s.round < s.rounds ? s.round + 1 : s.rounds : 0) {
     codes_.resize(rounds_ * PANEL);
     for (int i = 0; i < PANEL; ++i) {
       const long row = first + i, at = (s.alike ? 0 : tile * s.rows) + row;
@@ -225,7 +225,7 @@ class SparseTile {
     for (long row = 0; row < height_; ++row) {
       const bool there = row < s.rows;
       const double normaliser = there ? s.log_normaliser[first + row] : -double(INFINITE);
-      const bool sees = normaliser != -double(INFINITE);
+      const bool sees = !(std::fabs(normaliser) > double(std::numeric_limits<float>::max()));  // weights are 0 else; NaN sees
       top_[row] = sees ? float(normaliser) : INFINITE;  // of 1e4, one float alone would leave out 5e-4
       low_[row] = sees ? float(normaliser - double(top_[row])) : 0;
       shift_[row] = there ? float(s.shift[first + row]) : 0;
@@ -290,7 +290,7 @@ class SparseTile {
       const Vec before = top;
       for (int e = seen.from; e < seen.to; ++e) {
         float* x = weights_ + e * PANEL + lane;
-        const Vec logit = load(x) + load(hidden_ + e * PANEL + lane);
+        const Vec logit = load(hidden_ + e * PANEL + lane) < Vec{} ? splat(-INFINITE) : load(x);
         store(x, logit);
         top = vmax(top, logit);
       }
@@ -322,7 +322,7 @@ class SparseTile {
       const Vec high = load(top_ + row + lane), low = load(low_ + row + lane);
       const Vec shift = load(shift_ + row + lane);
       for (long i = seen.from * PANEL + lane; i < seen.to * PANEL; i += PANEL) {
-        const Vec weight = vexp(load(weights + i) + load(hidden_ + i) - high - low);
+        const Vec weight = load(hidden_ + i) < Vec{} ? Vec{} : vexp(load(weights + i) - high - low);
         const Vec slope = weight * (load(dlogits + i) + shift);
         store(weights + i, weight), store(dlogits + i, weight == Vec{} ? Vec{} : slope);
       }

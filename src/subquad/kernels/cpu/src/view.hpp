@@ -31,7 +31,7 @@ struct View {
   int first;   // feature
   int M;       // features of this slice
   long height; // Dv rounded up to panels
-  long fold_end;  // keys from here on stay out of the last state: those of blocks that the last query sees
+  long fold_end;  // keys from here on are not in the last state, whose last block is `reach` before the last one
   int section; // tokens of a block that read the field at one time: whole near blocks and whole vectors, or the block
   const float *query, *key, *bias, *offset_weight;
   const float *query_panels = nullptr, *key_panels = nullptr;  // the maps as products want them; see `with_maps`
