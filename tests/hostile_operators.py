@@ -145,11 +145,45 @@ class Operators(Dice):
             chosen = self.spoil_options({"causal": True, "scale": 0.5, "tile": 4})
             torch.ops.subquad.bucket_forward(*given.values(), *chosen.values())
             return
-        tiles = {n: t.float().reshape(-1, *t.shape[2:]) for n, t in tensors.items()}
-        count, length = tiles["k"].shape[:2]
-        blocks = torch.randint(-1, count + 2, (tiles["q"].shape[0], 2), generator=self.generator)
-        place = torch.arange(length, dtype=torch.int32)
-        pairs = {"blocks": blocks, "q_place": place.repeat(tiles["q"].shape[0], 1), "k_place": place.repeat(count, 1)}
-        given = self.spoil(tiles | pairs | {"q_code": None, "k_code": None, "alive": None})
-        chosen = self.spoil_options({"a": -5, "b": 5, "c": 0, "d": 0, "e": 0, "f": False, "scale": 0.5})
-        torch.ops.subquad.sparse_forward(*given.values(), *chosen.values())
+        self._sparse({n: t.float().reshape(-1, *t.shape[2:]) for n, t in tensors.items()})
+
+    def _sparse(self, tiles: dict[str, Any]) -> None:
+        """q, k and v as tiles and blocks; some of the numbers of blocks may be wrong."""
+        rng, (count, length) = self.rng, tiles["k"].shape[:2]
+        queries, met, wrong = tiles["q"].shape[0], rng.choice((1, 2, 20)), rng.random() < 0.2
+        low, end = (-1, count + 2) if wrong else (0, count + 1)
+        pairs: dict[str, Any] = {"blocks": torch.randint(low, end, (queries, met), generator=self.generator)}
+
+        def labels(*shape: int, most: int) -> Tensor:
+            return torch.randint(-1, most, shape, generator=self.generator, dtype=torch.int32)
+
+        pairs |= dict.fromkeys(("q_place", "k_place", "q_code", "k_code", "alive"))
+        if rng.random() < 0.5:
+            pairs |= {"q_place": labels(length, most=length), "k_place": labels(met * length, most=length)}
+            alive = torch.rand(count, length, generator=self.generator) < 0.8
+            pairs["alive"] = rng.choice((None, alive))
+        else:
+            pairs |= {"q_place": labels(queries, length, most=length), "k_place": labels(count, length, most=length)}
+            rounds = rng.choice((0, 1, 3))
+            if rounds:
+                pairs["q_code"] = labels(queries, length, rounds, most=3)
+                pairs["k_code"] = labels(count, length, rounds, most=3)
+        numbers = {"place_low": rng.choice((-5, 0, 1)), "place_high": rng.choice((5, 1, 1 << 28))}
+        numbers |= {"code_low": 0, "code_high": 1, "round": rng.choice((0, 1, 2)), "skip_self": rng.random() < 0.5}
+        given = self.spoil(tiles | pairs)
+        chosen = self.spoil_options(numbers | {"scale": 0.5})
+        saved = torch.ops.subquad.sparse_forward(*given.values(), *chosen.values())
+        q, k = (double(given[name]) for name in "qk")
+        if saved[0].is_meta or not float(q.abs().max() * k.abs().max()) * k.shape[-1] * abs(chosen["scale"]) < 100:
+            return  # float32 has no digits for such logits
+        exact_given = {n: double(t) if t is not None and n in "qkv" else t for n, t in given.items()}
+        exact = torch.ops.subquad.sparse_forward(*exact_given.values(), *chosen.values())
+        judge("output", saved[0], exact[0])
+        grads = self.normal(*saved[0].shape).to(saved[0].dtype), self.normal(*saved[1].shape).to(saved[1].dtype)
+        got = torch.ops.subquad.sparse_backward(*grads, *saved, *given.values(), *chosen.values())
+        want = torch.ops.subquad.sparse_backward(
+            grads[0].double(), grads[1], *exact, *exact_given.values(), *chosen.values()
+        )
+        size = max(t.norm().item() for t in (*grads, *want))
+        for name, g, w in zip("qkv", got, want, strict=True):
+            judge(f"gradient of {name}", g, w, size)
