@@ -5,6 +5,7 @@ written to `--log`, so that one that kills the process can be repeated with `--s
 """
 
 import argparse
+import math
 import os
 import sys
 import warnings
@@ -247,7 +248,7 @@ class Caller(Operators):
             exact["x"] = leaf(exact["x"])
         want = run(layer.double(), exact)
         terms = [double(t).norm().item() for t in (x, given.get("recent")) if isinstance(t, Tensor)]
-        size = max(terms) * layer.weight.norm().item()
+        size = math.hypot(*terms) * layer.weight.norm().item()
         judge("convolution", out, want, size)
         if wants_gradients and out.requires_grad:
             direction, how = mutate(self.normal(*out.shape).to(out.dtype), rng)

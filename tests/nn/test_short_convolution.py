@@ -138,6 +138,11 @@ def test_half_precision_is_added_up_in_full() -> None:
         layer.weight.copy_(torch.tensor([[[1.0, 1.0, -1.0]]]) / 8)
     out = layer.bfloat16()(torch.tensor([[[256.0], [1.0], [256.0]]]).bfloat16(), causal=True)
     assert out.flatten().tolist() == [256, 256, 1]
+    with torch.no_grad():
+        layer.weight[..., 1:] = torch.tensor([129 / 128 / 8, 0])
+    past = torch.tensor([[[0.0], [255 / 256]]]).bfloat16()  # times 129 / 128 a little more than 1, or 1 if rounded
+    out, _ = layer.extend(torch.tensor([[[256.0]]]).bfloat16(), past)
+    assert out.item() == 258  # and not 256, as of 257
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

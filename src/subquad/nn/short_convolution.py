@@ -96,7 +96,8 @@ class ShortConvolution(nn.Module):
         if key_mask is None:
             past = torch.cat([recent, x], 1)
             if length == 1:  # the taps of one token, in as few operations as may be
-                return (past * self._taps(x).flip(0)).sum(1, keepdim=True), past[:, 1:]
+                full = past.to(torch.promote_types(past.dtype, torch.float32))
+                return (full * self._taps(x).flip(0)).sum(1, keepdim=True).to(x.dtype), past[:, 1:]
             return self._convolve(past, True)[:, self.width - 1 :], past[:, length:]
         x, slots = _real_tokens_first(x, key_mask)
         past = torch.cat([recent, x], 1)
