@@ -260,10 +260,11 @@ def test_padded_keys_leave_the_denominator_too(performer) -> None:
     assert old.norm() < 0.6 * alone.norm()
 
 
-def test_elu_does_not_cancel() -> None:
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_elu_does_not_cancel(backend: str) -> None:
     """In float32 elu(-20) + 1 is 0: all weights vanish. exp(-20) is not 0."""
     q, k, v = torch.randn(3, 1, 1, 10, 4, generator=torch.Generator().manual_seed(0))
-    attention = subquad.LinearAttention(4)
+    attention = subquad.LinearAttention(4, backend=backend)
     want = attention.reference(*(t.double() for t in (q - 25, k - 25, v)))
     assert_close(attention(q - 25, k - 25, v), want, 1e-5, "inputs around -25")
 

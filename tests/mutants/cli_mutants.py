@@ -17,7 +17,7 @@ CLI = (
         "cli/common.py",
         "pad_sequence([torch.ones_like(ids) for ids in some], batch_first=True)",
         "torch.ones_like(pad_sequence(some, batch_first=True))",
-        "tests/diagnostics/test_diagnose.py -k 'is_the_function'",
+        "tests/cli/test_diagnose.py -k 'is_the_function'",
     ),
     Mutant(
         "hostile: damage of a model goes unseen",
