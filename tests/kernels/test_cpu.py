@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -202,6 +203,24 @@ def test_the_last_state_ends_reach_blocks_before_the_last_one(reach: int, length
     got, want = run(torch.float32), run(torch.float64)
     for name, g, w in zip(("state", "dk", "dv"), got, want, strict=True):
         assert_close(g, w, 1e-5, name)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("near", [10, 12, 24])
+def test_what_a_call_leaves_in_memory_does_not_reach_the_next(near: int, causal: bool) -> None:
+    """Blocks that are no whole panels, and values less a centre: room that nobody filled, after a call with NaN."""
+    attention = FavorAttention(8, 16, near=near, reach=3, sinks=2)
+    q, k, v = torch.randn(3, 1, 2, 1200, 8, generator=torch.Generator().manual_seed(0)) + 1
+
+    def run(v: Tensor) -> list[Tensor]:
+        leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+        out = attention(*leaves, causal=causal)
+        return [out, *torch.autograd.grad(out.sum(), leaves)]
+
+    with threads(1):
+        before = run(v)
+        run(torch.full_like(v, torch.nan))
+        assert all(map(torch.equal, before, run(v)))
 
 
 def test_wide_windows_of_heads_in_portions() -> None:
@@ -417,6 +436,28 @@ def test_the_generic_engine_computes_the_same() -> None:
     environment = os.environ | {"SUBQUAD_CPU": "generic"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not full", __file__]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("machine", ["generic", "this one"])
+def test_nothing_reads_memory_that_nobody_wrote(machine: str, tmp_path: Path) -> None:
+    """These tests once more, by an engine whose fresh memory is NaN."""
+    shutil.copytree(library.FOLDER / build.SOURCES, tmp_path / build.SOURCES)
+    command = build.compiler()
+    assert command is not None
+    wanted = library.wanted_machine() if machine == "this one" else machine
+    engine = build.compile_engine(tmp_path, wanted, command, ("-DSUBQUAD_POISON",))
+    assert isinstance(engine, Path), engine
+    folder = Path(__file__).parent
+    tests = [str(folder / f"test_{name}.py") for name in ("cpu", "favor", "linear", "sparse")]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full", *tests],
+        env=os.environ | {"SUBQUAD_CPU": str(engine)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:]
 
 

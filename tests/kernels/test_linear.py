@@ -46,6 +46,28 @@ def test_outputs_and_gradients(backend: str, feature_map: str, size: float, plac
             assert bool(grad.isfinite().all()), f"gradient of {name}, causal={causal}"
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("feature_map", "of_q", "of_k"), [("relu", 1e-7, 1e-30), ("relu", 1e-5, 1e-30), ("relu2", 3e-4, 1e-15)]
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_small_queries_of_tiny_keys(backend: str, feature_map: str, of_q: float, of_k: float, causal: bool) -> None:
+    """Where both are small, so are values or their gradients: none may leave float32 on the way."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = 1 + torch.rand(3, 1, 2, 70, 8, generator=generator)
+    grad = 1e3 * torch.randn(1, 2, 70, 8, generator=generator)
+    attention = LinearAttention(8, feature_map=feature_map, backend=backend)
+    for of_v in (1.0, 1e-6):
+        leaves = [(size * x).requires_grad_() for size, x in zip((of_q, of_k, of_v), numbers, strict=True)]
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        out, want = attention(*leaves, causal=causal), attention.reference(*exact, causal=causal)
+        assert_close(out, want, 1e-5)
+        wants = torch.autograd.grad(want, exact, grad.double())
+        for name, g, w in zip("qkv", torch.autograd.grad(out, leaves, grad), wants, strict=True):
+            terms = float(grad.norm() * of_v / of_q) if name == "q" else 0.0  # which cancel: all weights are much alike
+            assert_close(g, w, 1e-5, f"gradient of {name}", terms)
+
+
 @pytest.mark.parametrize(("feature_map", "size"), CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_decoding(backend: str, feature_map: str, size: float) -> None:

@@ -849,6 +849,27 @@ KERNELS_CPU = (
         "tests/kernels/test_cpu.py -k last_state",
     ),
     Mutant(
+        "values less a centre leave rows of a panel as they were",
+        "kernels/cpu/src/keys.hpp",
+        "      for (int i = 0; i < height; ++i)\n        store(to + column",
+        "      for (int i = 0; i < count; ++i)\n        store(to + column",
+        "tests/kernels/test_cpu.py -k leaves_in_memory",
+    ),
+    Mutant(
+        "rows of linear attention are scaled where they are very small only",
+        "kernels/cpu/src/features.hpp",
+        "SMALL = 0x1p-4f",
+        "SMALL = 0x1p-24f",
+        "tests/kernels/test_linear.py -k small_queries",
+    ),
+    Mutant(
+        "empty tensors may be anywhere",
+        "kernels/cpu/gate.py",
+        "if not self.bytes and tensor.is_cpu:",
+        "if not self.bytes:",
+        "tests/kernels/cpu/test_plain_step.py -k another_device",
+    ),
+    Mutant(
         "a window without a far field forgets the block that it begins in",
         "kernels/cpu/src/neighbours.hpp",
         "return b - (back + v.p.block - 1) / v.p.block;",

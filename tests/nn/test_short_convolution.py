@@ -285,6 +285,12 @@ def test_saved_models_come_back(tmp_path: Any) -> None:
             "short convolution: the state must be a dense tensor, got sparse_coo; use .to_dense() or padding",
         ),
         (
+            lambda: torch.no_grad()(ShortConvolution(8, 4).extend)(
+                torch.randn(1, 1, 8), torch.randn(1, 3, 8).to_sparse()
+            ),
+            "short convolution: the state must be a dense tensor, got sparse_coo; use .to_dense() or padding",
+        ),
+        (
             lambda: ShortConvolution(8, 4).extend(torch.randn(1, 2, 8), torch.randn(1, 3, 8).double()),
             "short convolution: the state holds float64, but the new tokens are float32; cast one of them",
         ),

@@ -70,6 +70,8 @@ def next_token(
     """
     if torch.is_grad_enabled() or parts[0].dtype is not torch.float32 or not _may_be_native():
         return None
+    if recent.layout is not torch.strided:
+        return None
     channels = tuple([part.shape[-1] for part in parts])
     try:
         plan = convolution_step_plan(len(parts[0]), channels, weight.shape[-1], rate)

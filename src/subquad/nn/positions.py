@@ -27,7 +27,7 @@ def rotation(positions: Tensor, head_dim: int, base: float = 10_000.0, share: fl
     bring (Barbero et al. 2024).
     """
     angles = _angles(positions, head_dim, base)
-    angles[..., round(share * angles.shape[-1]) :] = 0
+    angles[..., int(share * angles.shape[-1] + 0.5) :] = 0
     angles = angles[:, None]
     return Rotation(angles.cos().float(), angles.sin().float())
 

@@ -183,3 +183,17 @@ def test_sequences_have_positions_of_their_own() -> None:
                 want, alone = mechanism.extend(q[one], k[one], v[one], type(state)(*(t[one] for t in mixed)))
                 assert torch.equal(out[one], want)
                 assert all(torch.equal(a[one], b) for a, b in zip(after, alone, strict=True))
+
+
+def test_empty_tensors_of_another_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++ would read nothing of them, but what it fills was made after their pattern."""
+    mechanism = FavorAttention(8, 16, near=4, sinks=0, far=False)
+    q, k, v, state = one_token(mechanism)
+    for name in ("far_max", "far_sum", "far_low", "sink_k", "sink_v"):
+        assert not getattr(state, name).numel()
+        call = (q, k, v, state._replace(**{name: getattr(state, name).to("meta")}))
+        with torch.no_grad():
+            found = error_of(mechanism, call)
+            with monkeypatch.context() as patch:
+                the_long_way(patch)
+                assert found == error_of(mechanism, call)

@@ -120,7 +120,7 @@ class Pointer:
             raise checks.wrong_dtype(OP, self.name, tensor, [self.dtype])
         if self.shape != tensor.shape:  # in this order it takes half the time
             raise checks.wrong_shape(OP, self.name, tensor, self.shape)
-        if not self.bytes:
+        if not self.bytes and tensor.is_cpu:
             return Array() if self.is_rows else None
         address, dense, rows = tensor.data_ptr(), tensor.is_contiguous(), self.is_rows
         if not (address and tensor.is_cpu and (dense or rows)) or address % self.number or tensor.is_neg():
@@ -267,7 +267,7 @@ class StepPlan(Plan):
         for place in changed:
             new[place] = made = torch.empty_like(kept[place])
             written[self._first + place] = made.data_ptr()
-        out = new[-1].new_empty(*self._out.shape)  # float32 like the sums: sooner than by name
+        out = self._out.new()
         return Step(*read, *written, out.data_ptr()), out, new
 
 

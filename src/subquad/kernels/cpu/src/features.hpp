@@ -387,8 +387,8 @@ SUBQUAD_STAGE inline void query_weights(const View& v, const float* total, Rows&
   }
 }
 
-// Largest features of a row that need no factor: neither their squares nor products with keys leave float32 sooner.
-constexpr float SMALL = 0x1p-24f, LARGE = 0x1p4f;
+// Largest features of a row that need no factor. What meets keys loses four bits of float32's range then, no more.
+constexpr float SMALL = 0x1p-4f, LARGE = 0x1p4f;
 
 // phi(q), and what it weighs against `total` (if there is one). A row's own factor cancels: where the largest feature is not
 // between SMALL and LARGE, it is made 1 by `unit`, so that tiny features of queries and keys do not underflow together.

@@ -49,7 +49,7 @@ struct Keys {
     for (long d = 0; d < v.height; d += LANES) {
       const Vec less = subquad::load(centre + d);
       const long column = d / PANEL * height * PANEL + d % PANEL;
-      for (int i = 0; i < count; ++i)
+      for (int i = 0; i < height; ++i)
         store(to + column + i * PANEL, subquad::load(value_columns + column + i * PANEL) - less);
     }
   }

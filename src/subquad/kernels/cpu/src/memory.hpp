@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <new>
 #include <vector>
@@ -21,8 +22,19 @@ struct AlignedDelete {
 };
 using Buffer = std::unique_ptr<float, AlignedDelete>;
 
+// In tests, memory that nobody wrote is NaN wherever it is read.
+inline float* poisoned(float* p, size_t count) {
+#ifdef SUBQUAD_POISON
+  std::fill(p, p + count, std::numeric_limits<float>::quiet_NaN());
+#else
+  (void)count;
+#endif
+  return p;
+}
+
 inline Buffer new_buffer(size_t count) {
-  return Buffer(static_cast<float*>(::operator new(std::max<size_t>(count, 1) * 4, std::align_val_t(ALIGNMENT))));
+  void* made = ::operator new(std::max<size_t>(count, 1) * 4, std::align_val_t(ALIGNMENT));
+  return Buffer(poisoned(static_cast<float*>(made), count));
 }
 
 // Whole pages within some numbers: their first address, and bytes; none if they are few.
@@ -80,7 +92,7 @@ class Pool {
     total_ += rounded;  // not what could not be had: the next call would ask for it again
     float* p = pieces_.back().get() + used_;
     used_ += rounded;
-    return p;
+    return poisoned(p, rounded);
   }
   float* zeros(size_t count) {
     float* p = take(count);
