@@ -10,7 +10,7 @@ namespace subquad {
 // Heads in parallel, few of them in portions; fewer than threads: slices of their features or stretches of their tokens.
 static void forward(const Problem& p, const Forward& f) {
   const Passes passes = passes_of(p);
-  open_output(p, f);
+  ask_for_large_pages(f.out, long(p.batch) * p.key_heads * p.groups * p.length * p.value_dim);
   if (p.slices > 1) return forward_in_slices(p, passes, f);
   if (p.stretches > 1) return forward_in_stretches(p, passes, f);
   if (!heads_are_many(p)) return forward_in_portions(p, passes, f);

@@ -48,15 +48,9 @@ inline Output whole_output(const View& v, const Forward& f, bool merge, bool las
   return {f.out + rows * v.Dv, f.normaliser + rows * norms, low, 0, v.p.length, norms, merge, last};
 }
 
-// Pages for the outputs, each thread a part of them.
-inline void open_output(const Problem& p, const Forward& f) {
-  const long count = long(p.batch) * p.key_heads * p.groups * p.length * p.value_dim;
-  if (!Pages(f.out, count).size) return;
-  ask_for_large_pages(f.out, count);
-  each_task(p.threads, p.threads, [&](long part) {
-    const long begin = count * part / p.threads, end = count * (part + 1) / p.threads;
-    touch_pages(f.out + begin, end - begin);
-  });
+// Asks for the pages of some tokens' rows, just before they are written: what the system clears stays in the cache.
+inline void touch_rows(const View& v, const Output& output, long begin, long end) {
+  for (int group = 0; group < v.p.groups; ++group) touch_pages(output.out_row(v, group, begin), (end - begin) * v.Dv);
 }
 
 inline void start_field(const View& v, const Pass& pass, Field& field) {
@@ -70,6 +64,7 @@ inline void start_field(const View& v, const Pass& pass, Field& field) {
 inline void forward_alone(const View& v, const Passes& passes, const Forward& f) {
   pool().reset();
   Field field = Field::running(v, pool().take(Field::running_size(v)));
+  touch_rows(v, whole_output(v, f, false, false), 0, v.p.length);
   for (int i = 0; i < passes.count; ++i) {
     const Pass& pass = passes.pass[i];
     start_field(v, pass, field);
@@ -101,6 +96,8 @@ inline void forward_in_portions(const Problem& p, const Passes& passes, const Fo
     Field field = fields.of(v, task);
     if (portion.from == 0) start_field(v, pass, field);
     const Output output = whole_output(v, f, pass.kind == Pass::BACK, portion.pass + 1 == passes.count);
+    if (pass.kind != Pass::GATHER && pass.kind != Pass::BACK)
+      touch_rows(v, output, portion.from * p.block, std::min(portion.to * p.block, p.length));
     visit(v, pass, portion.from, portion.to, field, output, f);
   });
 }

@@ -198,6 +198,11 @@ inline void backward_causal(const View& v, const Pass& pass, const Backward& io)
 // All sequences, one after the other ----------------------------------------------------------------------------------
 
 inline void forward_in_stretches(const Problem& p, const Passes& passes, const Forward& f) {
+  const long numbers = task_count(p) * p.groups * p.length * p.value_dim;
+  each_task(p.threads, p.threads, [&](long i) {
+    const Range own = part_of(numbers, 1, i, p.threads);
+    touch_pages(f.out + own.begin, own.end - own.begin);
+  });
   for (long sequence = 0; sequence < task_count(p); ++sequence) {
     const View v(p, sequence);
     p.causal ? forward_causal(v, passes.pass[0], f) : forward_summary(v, passes, f);
