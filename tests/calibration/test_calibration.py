@@ -184,6 +184,20 @@ def test_the_offset_brings_the_far_mass_to_its_size() -> None:
     assert after < 0.5 * before
 
 
+def test_features_start_the_same_whatever_their_offset_was() -> None:
+    calls = [Call(*stretched(0), True, None, layer().options.scale)]
+    one, other = (layer(8, estimator="hedgehog") for _ in range(2))
+    assert isinstance(other.features, HedgehogFeatures)
+    assert other.features.offset_weight is not None
+    assert other.features.offset_bias is not None
+    with torch.no_grad():
+        other.features.offset_weight.fill_(1)
+        other.features.offset_bias.fill_(3)
+    for attention in (one, other):
+        start_features(attention, calls, rows=64, seed=0)
+    assert all(map(torch.equal, one.features.state_dict().values(), other.features.state_dict().values()))
+
+
 def test_training_lowers_the_error() -> None:
     attention = layer(8, estimator="hedgehog")
     calls = [Call(*stretched(seed), True, None, attention.options.scale) for seed in range(2)]

@@ -450,6 +450,7 @@ def test_table(result: Diagnosis) -> None:
             assert f"{head.error:.3f}" in shown
     assert shown.count("calibrat") >= result.count(CALIBRATE)
     assert result.table().columns[-1].min_width == len("calibration")  # narrow terminals break lines between words
+    assert result.table().padding == (0, 0, 0, 0)  # nor is there room for more than a blank between columns
 
 
 def test_summary_names_every_verdict(result: Diagnosis) -> None:

@@ -71,6 +71,16 @@ def test_updates_find_clusters() -> None:
     assert_close(mechanism.centroids, centres[0], 0.05)
 
 
+def test_clusters_without_vectors_keep_their_bits() -> None:
+    """Not even rounded once more."""
+    mechanism = ClusterAttention(8, num_clusters=64, decay=0.9)
+    before = mechanism.centroids.clone()
+    x = torch.randn(1, 1, 3, 8, generator=torch.Generator().manual_seed(0))
+    mechanism.update(x, x)
+    moved = (mechanism.centroids != before).any(-1)
+    assert 1 <= int(moved.sum()) <= 3
+
+
 def test_ranks_update_by_the_sum_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
     one, ours, theirs = (ClusterAttention(D, num_clusters=4) for _ in range(3))
     q, k, _ = make_inputs(one, 40, batch=4).to(torch.float32)

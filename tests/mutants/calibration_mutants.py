@@ -5,6 +5,13 @@ from mutant import Mutant
 CALIBRATION = (
     # calibration/fitted.py
     Mutant(
+        "learned features start from the offset that they had",
+        "calibration/training.py",
+        "    features.offset_bias.zero_()\n",
+        "",
+        "tests/calibration/test_calibration.py -k whatever_their_offset",
+    ),
+    Mutant(
         "calibrate: half precision is fitted in half precision",
         "calibration/fitted.py",
         "[call.precise() for call in calls]",

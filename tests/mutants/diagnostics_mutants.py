@@ -5,6 +5,13 @@ from mutant import Mutant
 DIAGNOSTICS = (
     # diagnostics/diagnose.py
     Mutant(
+        "the table of diagnose is padded",
+        "diagnostics/diagnosis.py",
+        '"padding": 0,',
+        '"padding": 1,',
+        "tests/diagnostics/test_diagnose.py -k table",
+    ),
+    Mutant(
         "diagnose: layers are asked what an exact model would ask them",
         "diagnostics/diagnose.py",
         'op="diagnose", exact=False',

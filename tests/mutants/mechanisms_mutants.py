@@ -78,6 +78,13 @@ MECHANISMS = (
         "tests/mechanisms/test_buckets.py tests/models/test_buckets.py -k 'empty_clusters'",
     ),
     Mutant(
+        "cluster: centroids of empty clusters are rounded again and again",
+        "mechanisms/cluster.py",
+        "has_vectors = (total != 0)",
+        "has_vectors = (total != -1)",
+        "tests/models/test_buckets.py -k keep_their_bits",
+    ),
+    Mutant(
         "cluster: update replaces the buffer",
         "mechanisms/cluster.py",
         "self.centroids.copy_(torch.where(has_vectors, moved, self.centroids))",
