@@ -30,7 +30,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
     LinearAttention(33, backend="cpu"),
     LinearAttention(7, feature_map="softplus", num_features=37, num_heads=2, backend="cpu"),
     LinearAttention(7, feature_map="exp", backend="cpu"),
-    WindowAttention(7, window=9, dilation=2, global_tokens=2),
+    WindowAttention(7, window=8, dilation=2, global_tokens=2),
     StridedAttention(17, stride=6),
     LshAttention(7, num_buckets=4, bucket_size=5, rounds=2),
     ClusterAttention(16, num_clusters=3, bucket_size=5, num_heads=2),

@@ -22,8 +22,8 @@ NN = (
     Mutant(
         "low frequencies turn, high ones do not",
         "nn/positions.py",
-        "angles[..., round(share * angles.shape[-1]) :] = 0",
-        "angles[..., : angles.shape[-1] - round(share * angles.shape[-1])] = 0",
+        "angles[..., int(share * angles.shape[-1] + 0.5) :] = 0",
+        "angles[..., : angles.shape[-1] - int(share * angles.shape[-1] + 0.5)] = 0",
         "tests/nn/test_nn.py -k 'share_of_the_pairs'",
     ),
     # nn/reversible.py
