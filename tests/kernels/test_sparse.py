@@ -64,7 +64,10 @@ def problem(sizes: Sizes, alike: bool) -> tuple[Inputs, Pairs, tuple[Tensor, Ten
         codes = (labels(*shape, s.rounds, most=3) for shape in ((s.tiles, s.rows), (s.blocks, s.keys)))
         q_code, k_code = codes if s.rounds else (None, None)
         pairs = Pairs(met, labels(s.tiles, s.rows), labels(s.blocks, s.keys), q_code, k_code)
-    grads = torch.randn(s.tiles, s.rows, s.value_dim, generator=generator), torch.randn(s.tiles, s.rows).double()
+    grads = (
+        torch.randn(s.tiles, s.rows, s.value_dim, generator=generator),
+        torch.randn(s.tiles, s.rows, generator=generator).double(),
+    )
     return Inputs(q, k, v + 1), pairs, grads
 
 
