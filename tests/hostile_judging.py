@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from subquad import Mechanism
+from subquad.kernels.problem import FLOOR
 from subquad.testing.inputs import relative_error
 
 SINGLE = 1e-5  # what the README promises of float32
@@ -89,6 +90,8 @@ def judge_extend(mechanism: Mechanism, given: dict[str, Any], state: Any, out: T
         past = type(state)(
             *(t.to(a.dtype).double() if a.is_floating_point() else t for t, a in zip(state, after, strict=True))
         )
+        if "far_max" in past._fields and state.far_max.dtype != after.far_max.dtype:
+            past = past._replace(far_max=past.far_max.clamp(min=FLOOR))
     q, k, v = (double(given[n]) for n in "qkv")
     with torch.no_grad():
         want, want_after = as_double(mechanism, lambda: mechanism.extend(q, k, v, past, key_mask=given["key_mask"]))

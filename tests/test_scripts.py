@@ -6,11 +6,19 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from subquad import cli
+from subquad.bench.recall.measure import Plan
+from subquad.bench.recall.rows import Shape
 from subquad.kernels.cpu import library
 
 ROOT = Path(__file__).parent.parent
@@ -110,6 +118,100 @@ def test_kernel_approximation_in_miniature(tmp_path: Path) -> None:
     assert report["score"]["digits"]["exact kernel"]["mean"] > 0.95
     assert (tmp_path / "kernel_approximation.png").stat().st_size > 10_000
     assert "| trigonometric, orthogonal | " in done.stdout
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A module of benchmarks/ with other numbers in it, whose `main` gets these words."""
+
+    def load(name: str, words: list[str], **changed: Any) -> Any:
+        monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+        module = importlib.import_module(name)
+        for key, value in changed.items():
+            monkeypatch.setattr(module, key, value)
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+        return module
+
+    return load
+
+
+def test_far_features_in_miniature(
+    benchmark: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "far.json"
+    words = ["--seeds", "1", "--steps", "1", "--threads", "1", "--output", str(output)]
+    shape = Shape(hidden=16, features=8, near=4)
+    plan = Plan(keys=4, length=32, steps=1, batch=1, tests=1, shape=shape)
+    module = benchmark("far_features", words, PLAN=plan, KEYS=(2, 4), FEATURES=(4,))
+    module.main()
+    names = [line.name for line in module.lines()]
+    assert [record["name"] for record in json.loads(output.read_text())["results"]] == names
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in names)
+    before = output.read_text()
+    module.main()  # nothing is left to do
+    assert output.read_text() == before
+
+
+def test_image_memory_in_miniature(
+    benchmark: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        Image.fromarray(np.random.default_rng(0).integers(256, size=(2, 1024, 3), dtype=np.uint8)).save(
+            tmp_path / f"{name}.png"
+        )
+    words = [str(tmp_path), str(tmp_path / "runs"), "--rows", "identity,window,softmax", "--seeds", "1", "--steps", "1"]
+    words += ["--output", str(tmp_path)]
+    benchmark("image_memory", words, HIDDEN=16, HEADS=1, BATCH=1, TESTS=2).main()
+    report = json.loads((tmp_path / "image_memory.json").read_text())
+    assert [record["row"] for record in report["results"]] == ["identity", "window", "softmax"]
+    assert all(3 < record["loss"] < 5 for record in report["results"])  # log(35) is 3.6: nothing is learned in a step
+    assert (tmp_path / "image_memory.png").stat().st_size > 10_000
+    assert "green and blue" in capsys.readouterr().out
+
+
+def test_family_memory_in_miniature(
+    benchmark: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = []
+    for family in range(30):  # as mmseqs writes them: the family's name, then its members
+        members = [f">{family}_{i}\n{'MKTAYIAKQR'[i:] + 'LVWSGHED' * 2}\n" for i in range(4)]
+        lines.append(f">{family}_0\n{''.join(members)}")
+    (tmp_path / "families.fasta").write_text("".join(lines))
+    words = [str(tmp_path / "families.fasta"), str(tmp_path / "runs"), "--rows", "window,softmax", "--seeds", "1"]
+    words += ["--steps", "2", "--output", str(tmp_path)]
+    sizes = {"LENGTH": 48, "HIDDEN": 16, "HEADS": 1, "BATCH": 2, "SHORTEST": 16, "LONGEST": 40, "TESTS": 4}
+    module = benchmark("family_memory", words, **sizes)
+    module.main()
+    report = json.loads((tmp_path / "family_memory.json").read_text())
+    assert [record["row"] for record in report["results"]] == ["window", "softmax"]
+    assert report["families"] + report["held_out_families"] == 30
+    assert "with relatives" in capsys.readouterr().out
+    (tmp_path / "few.fasta").write_text(lines[0])
+    again = benchmark("family_memory", [str(tmp_path / "few.fasta"), *words[1:]])
+    with pytest.raises(SystemExit):
+        again.main()
+    assert "too few families" in capsys.readouterr().err
+
+
+def test_code_memory_in_miniature(
+    benchmark: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [str(tmp_path / "runs"), "--seeds", "1", "--threads", "1", "--output", str(tmp_path)]
+    rows = {name: (name, {}) for name in ("window", "softmax")}
+    sizes = {"LENGTH": 32, "BATCH": 1, "HIDDEN": 16, "HEADS": 1, "STEPS": 2, "ROWS": rows}
+    module = benchmark("code_memory", words, **sizes)
+    texts = [(f"{i}.py", f"def f{i}(x):\n    return x + {i}\n" * 50) for i in range(6)]
+    monkeypatch.setattr(module, "modules", lambda: iter(texts))
+    monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=lambda command, **_: cli.main(command[3:])))
+    module.main()
+    report = json.loads((tmp_path / "code_memory.json").read_text())
+    assert [record["row"] for record in report["results"]] == ["window", "softmax"]
+    assert (tmp_path / "code_memory.png").stat().st_size > 10_000
+    assert "below the window" in capsys.readouterr().out
 
 
 def test_imports_in_miniature() -> None:

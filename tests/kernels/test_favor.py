@@ -225,36 +225,19 @@ def test_peak_memory_is_linear(engine: str, near: int) -> None:
 # Operators and the compiler -------------------------------------------------------------------------------------------
 
 
-def flat_favor_arguments(engine: str, near: int, causal: bool) -> tuple:
+def favor_arguments(engine: str, near: int, causal: bool) -> dict[str, Any]:
+    """Of the operator, by name."""
     dtype = PRECISION[engine]
     q, k, v = (t.to(dtype).requires_grad_() for t in (draw(2, 4, 23, D), draw(2, 2, 23, D), draw(2, 2, 23, 5)))
     sink_k, sink_v = (t[:, :, :2].detach().clone().requires_grad_() for t in (k, v))
-    tensors = [t.detach().to(dtype).requires_grad_() for t in learned_map(1, "norm") if isinstance(t, Tensor)]
-    alive, seen = (torch.arange(23) >= 2)[None], torch.full((1, 23), 2)
-    if causal:
-        seen = (torch.arange(23) + 1).clamp(max=2)[None]
-    return (
-        q,
-        k,
-        v,
-        sink_k,
-        sink_v,
-        *tensors,
-        alive,
-        None,
-        seen,
-        None,
-        None,
-        "norm",
-        1,
-        near,
-        causal,
-        0.3,
-        False,
-        0,
-        True,
-        engine,
-    )
+    fields = learned_map(1, "norm")._asdict()
+    learned = {name: t.detach().to(dtype).requires_grad_() for name, t in fields.items() if isinstance(t, Tensor)}
+    seen = (torch.arange(23) + 1).clamp(max=2)[None] if causal else torch.full((1, 23), 2)
+    tensors = {"q": q, "k": k, "v": v, "sink_k": sink_k, "sink_v": sink_v, "sink_seen": seen, **learned}
+    masks = {"alive": (torch.arange(23) >= 2)[None], "fold": None, "far_max": None, "far_sum": None}
+    numbers = {"near": near, "sinks": 2, "scale": 0.3, "chunk": 0, "groups": 1, "reach": 1}
+    choices = {"gaussian": False, "causal": causal, "rule": "norm", "borders": True, "far": True}
+    return tensors | masks | numbers | choices | {"backend": engine}
 
 
 @pytest.mark.full
@@ -262,17 +245,18 @@ def flat_favor_arguments(engine: str, near: int, causal: bool) -> tuple:
 @pytest.mark.parametrize("causal", [False, True])
 @ENGINES
 def test_opcheck_favor(engine: str, near: int, causal: bool) -> None:
-    torch.library.opcheck(torch.ops.subquad.favor_forward.default, flat_favor_arguments(engine, near, causal))
+    torch.library.opcheck(torch.ops.subquad.favor_forward.default, (), favor_arguments(engine, near, causal))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("causal", [False, True])
 @ENGINES
 def test_opcheck_linear(engine: str, causal: bool) -> None:
-    tensors = (draw(2, 4, 23, D), draw(2, 2, 23, D), draw(2, 2, 23, 5), draw(1, M, D))
-    tensors = (t.to(PRECISION[engine]).requires_grad_() for t in tensors)
-    arguments = (*tensors, *[None] * 4, "elu1", causal, 0.6, 4, True, engine)
-    torch.library.opcheck(torch.ops.subquad.linear_forward.default, arguments)
+    tensors = {"q": draw(2, 4, 23, D), "k": draw(2, 2, 23, D), "v": draw(2, 2, 23, 5), "weight": draw(1, M, D)}
+    arguments: dict[str, Any] = {name: t.to(PRECISION[engine]).requires_grad_() for name, t in tensors.items()}
+    arguments |= dict.fromkeys(("log_weight", "alive", "far_max", "far_sum"))
+    arguments |= {"feature_map": "elu1", "root": 0.6, "chunk": 4, "causal": causal, "borders": True, "backend": engine}
+    torch.library.opcheck(torch.ops.subquad.linear_forward.default, (), arguments)
 
 
 MECHANISMS = pytest.mark.parametrize(

@@ -132,6 +132,13 @@ CHECKS = (
         "tests/kernels/cpu/test_gate.py -k 'another_precision'",
     ),
     Mutant(
+        "states: the maximum of no key is -inf after half precision",
+        "checks/states.py",
+        "_converted(op, name, tensor, wanted, k).clamp(min=field.least)",
+        "_converted(op, name, tensor, wanted, k)",
+        "tests/kernels/cpu/test_gate.py -k 'another_precision'",
+    ),
+    Mutant(
         "states: whole numbers of any dtype are converted",
         "checks/states.py",
         "if not wanted.is_floating_point or tensor.dtype not in checks.FLOAT_DTYPES:",

@@ -1,5 +1,6 @@
 """What `extend` carries from call to call: declared once by each mechanism, made empty and checked from that."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,7 +21,8 @@ class StateField(NamedTuple):
     """One tensor of a state. A letter in its shape is any size, the same wherever it stands.
 
     kind: "kept" (the dtype of k), "sum" (that of sums: float32, or float64 for float64), "count" (int64 between the
-    bounds, both included), "flag" (bool). empty: what it holds before the first token.
+    bounds, both included), "flag" (bool). empty: what it holds before the first token. least: the smallest sum there
+    can be; half precision makes -inf of it, and conversion makes it what it was.
     """
 
     kind: str
@@ -28,6 +30,7 @@ class StateField(NamedTuple):
     empty: float = 0.0
     low: int | None = None
     high: int | None = None
+    least: float = -math.inf
 
     def dtype(self, k: Tensor) -> torch.dtype:
         return _dtypes(k)[self.kind]
@@ -45,8 +48,8 @@ def kept(*shape: int | str) -> StateField:
     return StateField("kept", shape)
 
 
-def summed(*shape: int | str, empty: float = 0.0) -> StateField:
-    return StateField("sum", shape, empty)
+def summed(*shape: int | str, empty: float = 0.0, least: float = -math.inf) -> StateField:
+    return StateField("sum", shape, empty, least=least)
 
 
 def counted(*shape: int | str, most: int = MOST_TOKENS - 1) -> StateField:
@@ -119,7 +122,7 @@ def _checked(op: str, name: str, tensor: Any, field: StateField, sizes: dict[str
         raise BackendError(f"{op}: state.{name} is on {tensor.device}, k on {k.device}; move one of them")
     wanted = field.dtype(k)
     if tensor.dtype is not wanted:
-        return _converted(op, name, tensor, wanted, k)
+        return _converted(op, name, tensor, wanted, k).clamp(min=field.least)
     return tensor
 
 

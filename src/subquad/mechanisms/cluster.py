@@ -15,6 +15,7 @@ from subquad.checks import states
 from subquad.features.draws import derived_seed
 from subquad.features.positive import FeatureMap, draw_rows, positive_map
 from subquad.kernels.precision import without_autocast
+from subquad.kernels.problem import FLOOR
 from subquad.mechanism import State, masked_softmax
 from subquad.mechanisms import cluster_features
 from subquad.mechanisms.buckets import BucketMechanism, attend_in_buckets, pieces, without_masked
@@ -203,7 +204,7 @@ class ClusterAttention(BucketMechanism):
 
     def _fields(self, k: Tensor, v: Tensor) -> states.Fields:
         shape = (*k.shape[:2], self.num_clusters, self.num_features)
-        return {"far_max": states.summed(*shape), "far_sum": states.summed(*shape, v.shape[3] + 1)}
+        return {"far_max": states.summed(*shape, least=FLOOR), "far_sum": states.summed(*shape, v.shape[3] + 1)}
 
     def _by_features(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, state: FieldState | None

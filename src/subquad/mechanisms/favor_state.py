@@ -81,7 +81,7 @@ def _fields(*sizes: int) -> states.Fields:
         "sink_v": states.kept(batch, heads, sinks, value_dim),
         "block_k": states.kept(batch, heads, blocks, dim),
         "block_v": states.kept(batch, heads, blocks, value_dim),
-        "far_max": states.summed(batch, heads, maxima, empty=FLOOR),
+        "far_max": states.summed(batch, heads, maxima, empty=FLOOR, least=FLOOR),
         "far_sum": states.summed(batch, heads, features, value_dim + 1),
         "far_low": states.summed(batch, heads, features, value_dim + 1),
     }

@@ -178,7 +178,7 @@ def _for_heads(weight: Tensor, x: Tensor) -> Tensor:
 def _fields(batch: int, heads: int, maxima: int | str, features: int | str, value_dim: int) -> states.Fields:
     """What a state's tensors must be."""
     far_sum = states.summed(batch, heads, features, value_dim + 1)
-    return {"far_max": states.summed(batch, heads, maxima), "far_sum": far_sum, "far_low": far_sum}
+    return {"far_max": states.summed(batch, heads, maxima, least=FLOOR), "far_sum": far_sum, "far_low": far_sum}
 
 
 _kept_fields = functools.lru_cache(maxsize=64)(_fields)

@@ -72,16 +72,20 @@ inline void forward_alone(const View& v, const Passes& passes, const Forward& f)
   }
 }
 
-// Fields of all tasks, which outlive the portions that read and write them.
+// Fields of all tasks, which outlive the portions that read and write them; one of them at a time in a thread.
 class SharedFields {
  public:
-  explicit SharedFields(const Problem& p)
-      : size_(Field::running_size(p, padded(p.value_dim), p.num_features)), memory_(new_buffer(task_count(p) * size_)) {}
-  Field of(const View& v, long task) const { return Field::running(v, memory_.get() + task * size_); }
+  explicit SharedFields(const Problem& p) : size_(lines(Field::running_size(p, padded(p.value_dim), p.num_features))) {
+    call_pool().reset();
+    memory_ = call_pool().take(task_count(p) * size_);
+  }
+  Field of(const View& v, long task) const { return Field::running(v, memory_ + task * size_); }
 
  private:
+  static long lines(long count) { return (count + 15) / 16 * 16; }  // no two fields share a line of a cache
+
   long size_;
-  Buffer memory_;
+  float* memory_;
 };
 
 // Heads in portions: any thread may go on where another stopped.
