@@ -269,8 +269,16 @@ def test_pixels_are_what_was_sampled(tmp_path: Path) -> None:
         assert np.asarray(picture).tolist() == [[0, 85, 170, 255], [255, 0, 0, 0]]
 
 
-def test_checkpoints_can_be_asked(runs: dict[str, Path], fasta: Path) -> None:
-    assert main(["score", str(runs["causal"] / "checkpoints" / "checkpoint-2"), str(fasta)]) == 0
+def test_checkpoints_can_be_asked(
+    runs: dict[str, Path], fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = runs["causal"] / "checkpoints" / "checkpoint-2"
+    assert main(["score", str(checkpoint), str(fasta)]) == 0
+    assert "not complete" not in capsys.readouterr().err
+    shutil.copytree(runs["causal"] / "checkpoints", tmp_path / "run" / "checkpoints")
+    assert main(["score", str(tmp_path / "run"), str(fasta)]) == 0
+    taken = max((tmp_path / "run" / "checkpoints").iterdir(), key=lambda path: int(path.name.split("-")[1]))
+    assert f"the run is not complete: taking {taken}" in capsys.readouterr().err.replace("\n", "")
 
 
 def test_a_hugging_face_tokenizer(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -13,6 +13,13 @@ CLI = (
     ),
     # cli/common.py
     Mutant(
+        "a checkpoint that was asked for is told as a run that is not complete",
+        "cli/common.py",
+        "folder == checkpoints.folder_of(path) / folder.name",
+        "folder.parent.name == checkpoints.FOLDER",
+        "tests/cli/test_cli.py -k 'checkpoints_can'",
+    ),
+    Mutant(
         "command: padding counts as tokens",
         "cli/common.py",
         "pad_sequence([torch.ones_like(ids) for ids in some], batch_first=True)",

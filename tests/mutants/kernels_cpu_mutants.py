@@ -478,7 +478,7 @@ KERNELS_CPU = (
     Mutant(
         "low parts of outputs are not packed in the native engine",
         "kernels/cpu/src/forward.hpp",
-        "    pack_low(to.out, sums, v.Dv, to.low);\n  }\n\n  void write_log",
+        "    encode_low(to.out, sums, v.Dv, to.low);\n  }\n\n  void write_log",
         "    std::fill(to.low, to.low + v.Dv, int8_t(0));\n  }\n\n  void write_log",
         "tests/kernels/test_long_sequences.py -k 'test_gradients and cpu and linear'",
     ),

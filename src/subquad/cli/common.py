@@ -43,12 +43,12 @@ class Loaded(NamedTuple):
 def load_model(path: Path, *, head: bool = True) -> Loaded:
     """The model of a run or of a model folder; without its head if hidden states are wanted."""
     from subquad import models
-    from subquad.training import model_folder
+    from subquad.training import checkpoints, model_folder
     from subquad.training.checksums import MANIFEST, verify
 
     quiet()
     folder = model_folder(path)
-    if folder.parent.name == "checkpoints":
+    if folder == checkpoints.folder_of(path) / folder.name:
         say(f"the run is not complete: taking {folder}")
     if (folder / MANIFEST).exists():
         verify(folder)

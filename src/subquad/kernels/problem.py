@@ -109,7 +109,8 @@ class OutputGradient(NamedTuple):
 
 
 class Problem:
-    """Queries and keys are scaled by `root` as they are read. alive `[B or 1, S]` bool: keys that count (None: all)."""
+    """Queries and keys are scaled by `root` as they are read. alive `[B or 1, S]` bool: keys that count (None: all);
+    sinks of `favor` are counted elsewhere."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, alive: Tensor | None, root: float) -> None:
         self.q, self.k, self.v, self.alive, self.root = q, k, v, alive, root

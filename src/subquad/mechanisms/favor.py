@@ -65,7 +65,8 @@ def favor_attention(
     Args:
         q: `[B, H, T, D]`; k: `[B, K, S, D]`; v: `[B, K, S, Dv]`, H a multiple of K.
         feature_map: from `subquad.features.draw_feature_map`; its tensors may need gradients.
-        key_mask: bool `[B, S]`, True where the token is real. With near > 0, rows of masked tokens are zero.
+        key_mask: bool `[B, S]`, True where the token is real. With near > 0, rows of masked tokens are
+            zero; with near=0 they attend to the real ones.
         near: tokens per block, 0 for none (needed for cross-attention).
         reach: blocks on either side of a query's own that are exact, too.
         far: False for near blocks and sinks alone, as if there were nothing else.

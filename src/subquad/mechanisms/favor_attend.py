@@ -47,15 +47,15 @@ def attend(
 ) -> Tensor:
     k, v = map_heads(map, q, k, v)
     if not options.near:
-        return _attend_everywhere(options, q, k, v, map, causal, key_mask)
+        return _attend_unmoved(options, q, k, v, map, causal, key_mask)
     if key_mask is None:
-        return _attend_in_blocks(options, q, k, v, map, causal, None)
+        return _attend_packed(options, q, k, v, map, causal, None)
     slots = slots_of(real_index(key_mask, k), key_mask, q.shape[2])
     q, k, v = (pack(x, slots, q.shape[2]) for x in (q, k, v))
-    return unpack(_attend_in_blocks(options, q, k, v, map, causal, key_mask.sum(-1)), slots)
+    return unpack(_attend_packed(options, q, k, v, map, causal, key_mask.sum(-1)), slots)
 
 
-def _attend_everywhere(
+def _attend_unmoved(
     options: FavorOptions, q: Tensor, k: Tensor, v: Tensor, map: FeatureMap, causal: bool, key_mask: Tensor | None
 ) -> Tensor:
     """No near blocks: any number of queries, padding anywhere."""
@@ -71,7 +71,7 @@ def _attend_everywhere(
     return favor_operator.favor_attention(q, k, v, map, options, causal=causal, **tensors)[0]
 
 
-def _attend_in_blocks(
+def _attend_packed(
     options: FavorOptions, q: Tensor, k: Tensor, v: Tensor, map: FeatureMap, causal: bool, lengths: Tensor | None
 ) -> Tensor:
     """Real tokens come first, `lengths` `[B]` of them (None: all)."""

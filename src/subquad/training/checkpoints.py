@@ -9,8 +9,13 @@ from subquad.errors import DamageWarning
 from subquad.files import remove
 from subquad.training.checksums import damage
 
-PREFIX = "checkpoint-"  # the Trainer writes into a folder of this name, wherever it is told to
+FOLDER = "checkpoints"  # of a run
+PREFIX = "checkpoint-"  # transformers' own: its Trainer writes into a folder of this name, wherever it is told to
 NAME = re.compile(PREFIX + r"(\d+)")
+
+
+def folder_of(run: Path) -> Path:
+    return run / FOLDER
 
 
 def name_of(step: int) -> str:
@@ -56,7 +61,7 @@ def model_folder(path: str | Path) -> Path:
     for place in (path, path / "model"):
         if (place / "config.json").is_file():
             return place
-    checkpoint = newest(path / "checkpoints")
+    checkpoint = newest(folder_of(path))
     if checkpoint is None:
         raise runs.no_model(path)
     return checkpoint

@@ -36,8 +36,8 @@ from subquad.training.setup import (
     RunData,
     build_model,
     build_optimizer,
-    last_checkpoint,
     opened,
+    rewind_to_newest_checkpoint,
     tensorboard_callback,
     training_arguments,
     unit_of,
@@ -118,7 +118,7 @@ def train(
     with opened(folder, record, stored, arguments, resume=bool(resume)):
         if (done := Result.of_finished(folder)) is not None:
             return done
-        checkpoint = last_checkpoint(folder, arguments)
+        checkpoint = rewind_to_newest_checkpoint(folder, arguments)
         trainer = SubquadTrainer(
             model=model,
             args=arguments,

@@ -95,7 +95,7 @@ def training_arguments(options: TrainOptions, folder: Path) -> TrainingArguments
     gpu, processes = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", "1"))
     runs.precision(options.precision, gpu)
     arguments: dict[str, Any] = {
-        "output_dir": str(folder / "checkpoints"),
+        "output_dir": str(checkpoints.folder_of(folder)),
         "max_steps": options.steps,
         "per_device_train_batch_size": options.batch_size,
         "per_device_eval_batch_size": options.batch_size,
@@ -203,13 +203,13 @@ def opened(
         yield
 
 
-def last_checkpoint(folder: Path, arguments: TrainingArguments) -> Path | None:
+def rewind_to_newest_checkpoint(folder: Path, arguments: TrainingArguments) -> Path | None:
     """The checkpoint to continue from, as the first process sees it; what was recorded after it is forgotten."""
     error: SubquadError | None = None
     checkpoint: Path | None = None
     if arguments.process_index == 0:
         try:
-            checkpoint = checkpoints.newest(folder / "checkpoints")
+            checkpoint = checkpoints.newest(checkpoints.folder_of(folder))
             MetricsFile(folder).rewind(0 if checkpoint is None else checkpoints.step_of(checkpoint))
         except SubquadError as refused:
             error = refused
@@ -221,7 +221,7 @@ def last_checkpoint(folder: Path, arguments: TrainingArguments) -> Path | None:
 def _prepare(folder: Path, record: RunRecord, stored: RunRecord | None, resume: bool) -> None:
     """Makes the folder a run's, or makes sure that it is this run's."""
     sweep(folder)
-    sweep(folder / "checkpoints")
+    sweep(checkpoints.folder_of(folder))
     if stored is not None:
         runs.same_run(folder, stored.differences(record))
     else:

@@ -33,7 +33,8 @@ def border_count(length: int, heads: int, num_features: int, options: FavorOptio
 
 
 def _block(options: FavorOptions, length: int) -> int:
-    """Tokens per block. Near blocks that reach no further than their neighbours are blocks themselves."""
+    """Tokens per block. Near blocks that reach no further than their neighbours, and have a far field, are
+    blocks themselves."""
     if options.near and (options.reach > 1 or not options.far):
         return call.blocks_of_tile(options.near, options.chunk, length)
     return call.block_size(options.near, options.chunk, length)

@@ -28,7 +28,7 @@ def tile_shape(heads: int, num_features: int, options: FavorOptions) -> tuple[in
 
 
 def within_length(options: FavorOptions, length: int) -> FavorOptions:
-    """Options that do the same: a chunk that is longer than the sequence is padding. Near blocks are cut by `Sweep`."""
+    """Options that do the same: a chunk that is longer than the sequence is padding. `cut_block` cuts near blocks."""
     return options if options.near else options._replace(chunk=min(options.chunk, 1 << (length - 1).bit_length()))
 
 

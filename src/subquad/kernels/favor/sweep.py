@@ -80,7 +80,7 @@ class Sweep:
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def forward(self, target: Target, borders_max: Tensor, borders_sum: Tensor) -> FarField:
-        """Fills the target (adds to it in a reverse sweep), and the states at tile borders."""
+        """Fills the target (adds to it in a reverse sweep), and the states at segment borders."""
         state = self.p.initial_state()
         for i, segment in enumerate(self.segments()):
             for piece in segment:

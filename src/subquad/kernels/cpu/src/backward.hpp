@@ -443,7 +443,7 @@ class BackwardTask {
   Vec centred_dot(int i, const float* centre) {
     for (int j = 0; j < LANES && io_.low && i + j < r_.count; ++j) {
       const long row = (v.b * v.p.key_heads * v.p.groups + r_.head) * v.p.length + r_.token + i + j;
-      unpack_low(out_stage_.row(j), io_.low + row * v.Dv, v.Dv, lows_ + j * v.height);
+      decode_low(out_stage_.row(j), io_.low + row * v.Dv, v.Dv, lows_ + j * v.height);
     }
     Vec sums[LANES] = {};
     for (int j = 0; j < LANES; ++j)

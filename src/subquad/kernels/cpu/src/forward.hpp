@@ -49,8 +49,8 @@ inline void merge_row(const View& v, const OutputRow& part, const OutputRow& int
   const bool keeps = lead > 0;  // what is there weighs more
   const float pull = other / total;
   if (into.low) {
-    unpack_low(into.out, into.low, v.Dv, keeps ? lows.one : lows.other);
-    unpack_low(part.out, part.low, v.Dv, keeps ? lows.other : lows.one);
+    decode_low(into.out, into.low, v.Dv, keeps ? lows.one : lows.other);
+    decode_low(part.out, part.low, v.Dv, keeps ? lows.other : lows.one);
   }
   const float *larger = keeps ? into.out : part.out, *smaller = keeps ? part.out : into.out;
   for (int j = 0; j < v.Dv; ++j) {
@@ -62,7 +62,7 @@ inline void merge_row(const View& v, const OutputRow& part, const OutputRow& int
     into.out[j] = merged + low;
     lows.one[j] = low - (into.out[j] - merged);  // again no more than a rounding: there is room for that only
   }
-  if (into.low) pack_low(into.out, lows.one, v.Dv, into.low);
+  if (into.low) encode_low(into.out, lows.one, v.Dv, into.low);
   const float* most = keeps ? norm : part.norm;
   const float grown = std::log(total), far = most[0] + grown, exact = most[1] + grown;
   norm[0] = far, norm[1] = exact;
@@ -426,7 +426,7 @@ class ForwardTask {
     const CentredRow row{far_sum_[i] / divisor, near_sum_[i] / divisor};
     if (!to.low) return row.finish<false>(field_.centre, v.Dv, inverse, sums, to.out);
     row.finish<true>(field_.centre, v.Dv, inverse, sums, to.out);
-    pack_low(to.out, sums, v.Dv, to.low);
+    encode_low(to.out, sums, v.Dv, to.low);
   }
 
   void write_logarithmic(int group, int i) {

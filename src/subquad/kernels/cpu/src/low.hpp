@@ -13,7 +13,7 @@ inline float unit_of_low(const float* out, int count) {
   return hmax(largest) * (std::numeric_limits<float>::epsilon() / 127);
 }
 
-inline void pack_low(const float* out, const float* low, int count, int8_t* packed) {
+inline void encode_low(const float* out, const float* low, int count, int8_t* packed) {
   const float inverse = 1 / unit_of_low(out, count), factor = std::isfinite(inverse) ? inverse : 0;
   for (int j = 0; j < count; ++j) {
     const float x = low[j] * factor;
@@ -21,7 +21,7 @@ inline void pack_low(const float* out, const float* low, int count, int8_t* pack
   }
 }
 
-inline void unpack_low(const float* out, const int8_t* packed, int count, float* low) {
+inline void decode_low(const float* out, const int8_t* packed, int count, float* low) {
   const float unit = unit_of_low(out, count);
   for (int j = 0; j < count; ++j) low[j] = unit * packed[j];
 }
