@@ -168,7 +168,9 @@ MISTAKES: dict[str, Any] = {
         "replaced",
     ),
     "cache": (
-        lambda: swap_attention(llama(), "favor").generate(random_ids(1, 5), max_new_tokens=3, pad_token_id=0),
+        lambda: swap_attention(llama(), "favor")(
+            random_ids(1, 1), past_key_values=llama()(random_ids(1, 5), use_cache=True).past_key_values
+        ),
         errors.ConfigError,
         "LlamaAttention: got 1 queries and 6 keys; give whole sequences, without a cache (use_cache=False, also of "
         "generate and pipeline)",

@@ -5,6 +5,48 @@ from mutant import Mutant
 CONVERSION = (
     # conversion/saved.py
     Mutant(
+        "states of swapped models: padding of the first tokens for that of the new ones",
+        "conversion/generation.py",
+        "mask[:, -new:]",
+        "mask[:, :new]",
+        "tests/conversion/test_generation.py -k 'token_by_token and llama'",
+    ),
+    Mutant(
+        "states of swapped models: keys that get lost are not noticed",
+        "conversion/generation.py",
+        "self.awaited += keys.shape[2]",
+        "self.awaited += 0",
+        "tests/conversion/test_generation.py -k 'do_not_arrive'",
+    ),
+    Mutant(
+        "states of swapped models: the cache of generate() is kept",
+        "conversion/generation.py",
+        "wanted = empty or ",
+        "wanted = ",
+        "tests/conversion/test_generation.py -k 'second_turn'",
+    ),
+    Mutant(
+        "states of swapped models: mechanisms without one are asked all the same",
+        "conversion/generation.py",
+        " or not _all_have_states(model)",
+        "",
+        "tests/conversion/test_generation.py -k 'without_a_state'",
+    ),
+    Mutant(
+        "states of swapped models: also where the attention is exact again",
+        "conversion/generation.py",
+        "model.config._attn_implementation != IMPLEMENTATION or ",
+        "",
+        "tests/conversion/test_generation.py -k 'exact_models'",
+    ),
+    Mutant(
+        "states of swapped models: a model's window counts new tokens alone",
+        "conversion/swap.py",
+        "past=0 if layer is None else layer.tokens",
+        "past=0",
+        "tests/conversion/test_generation.py -k 'window_of_a_model'",
+    ),
+    Mutant(
         "a swapped model is saved as the exact one",
         "conversion/saved.py",
         "        config.__class__ = _swapped(type(config))\n",

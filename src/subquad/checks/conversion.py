@@ -106,6 +106,21 @@ def mechanism_there(name: str, mechanism: Any) -> Any:
     return mechanism
 
 
+def causal_if_cached(name: str, causal: bool) -> None:
+    if not causal:
+        raise ConfigError(f"{name}: is not causal, so it cannot go on from a state; use_cache=False")
+
+
+def keys_arrived(model: str, awaited: list[int]) -> None:
+    """awaited: tokens by layer whose keys went to the cache, but not on to their mechanism."""
+    lost = [layer for layer, tokens in enumerate(awaited) if tokens]
+    if lost:
+        raise ConfigError(
+            f"{model}: the keys of layers {', '.join(map(str, lost))} are changed between the cache and attention, so "
+            "they did not reach the states; use_cache=False"
+        )
+
+
 def no_dropout(name: str, dropout: float) -> None:
     if dropout:
         raise ConfigError(

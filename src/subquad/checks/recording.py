@@ -42,15 +42,19 @@ def something_recorded(op: str, model: Any, layers: int) -> None:
         )
 
 
-def whole_attention(name: str, q: Tensor, k: Tensor, mask: Tensor | None, options: Mapping[str, Any]) -> None:
-    """Attention that exact softmax over all real keys reproduces; options: of transformers' attention functions."""
+def whole_attention(
+    name: str, q: Tensor, k: Tensor, mask: Tensor | None, options: Mapping[str, Any], past: int = 0
+) -> None:
+    """Attention that exact softmax over all real keys reproduces; options: of transformers' attention functions. past:
+    tokens before those of k, in a state."""
     for option in ("softcap", "s_aux", "position_bias"):
         if options.get(option) is not None:
             raise ConfigError(f"{name}: attends with {option}, which is more than a softmax of q.k")
     window = options.get("sliding_window")
-    if window is not None and k.shape[2] > window:
+    tokens = past + k.shape[2]
+    if window is not None and tokens > window:
         raise ConfigError(
-            f"{name}: attends within a window of {window} tokens, got {k.shape[2]}; give batches of at most {window}"
+            f"{name}: attends within a window of {window} tokens, got {tokens}; give batches of at most {window}"
         )
     if q.shape[2] != k.shape[2]:
         raise ConfigError(

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 
 from subquad.checks import conversion as checks
 from subquad.checks.recording import whole_attention
+from subquad.conversion.generation import CHILD, IMPLEMENTATION, keyed_layer, use_states
 from subquad.mechanisms import mechanism_class
 from subquad.nn.self_attention import layer_mechanism
 from subquad.recording.hugging_face import given_mask, is_causal
-
-IMPLEMENTATION = "subquad"  # our name among the attention functions of transformers
-CHILD = "subquad_attention"  # our name in an attention module
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -30,9 +28,10 @@ def swap_attention(
     """Replaces the attention of every layer, in place; all weights of the model stay as they are.
 
     Each attention module gets a child `subquad_attention`, the mechanism, with features of their own in each key head;
-    it is in the state dict, and `subquad.calibrate` fits it. Swapping again replaces it. Whole sequences only: a cache
-    of keys and values raises, so generate with `use_cache=False`. `save_pretrained` writes what the layers are, too:
-    `subquad.load` brings the model back, and plain transformers refuses the folder.
+    it is in the state dict, and `subquad.calibrate` fits it. Swapping again replaces it. A causal model generates with
+    the states of its mechanisms in the place of a cache of keys and values, if all of them have one; else generate with
+    `use_cache=False`. `save_pretrained` writes what the layers are, too: `subquad.load` brings the model back, and
+    plain transformers refuses the folder.
 
     A model loaded from GGUF can be saved afterwards, with its weights as floats, if transformers has unpacked them;
     if they stay packed (which takes its GGUF kernels), load it with `GgufConfig(dequantize=True)` first.
@@ -74,6 +73,7 @@ def swap_attention(
     checks.goes_through_us(model, IMPLEMENTATION)
     _forget_gguf(model)
     remember(model, names, given)
+    use_states(model)
     return model
 
 
@@ -129,12 +129,16 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """q `[B, H, T, D]`, k, v `[B, K, T, D]`, mask `[B, T]`; the output `[B, T, H, D]`, and no weights."""
     name = type(module).__name__
-    whole_attention(name, q, k, mask, options)
+    layer = keyed_layer(k)
+    whole_attention(name, q, k, mask, options, past=0 if layer is None else layer.tokens)
     checks.no_dropout(name, dropout)
     checks.padding_mask(name, mask)
     asked = q.shape[-1] ** -0.5 if scaling is None else scaling
     if (usual := module_scale(module, q.shape[-1])) != asked:  # some models scale their queries before
         q = q * (asked / usual)
     mechanism = checks.mechanism_there(name, getattr(module, CHILD, None))
-    out = mechanism(q, k, v, causal=is_causal(module, options), key_mask=None if mask is None else mask.bool())
-    return out.transpose(1, 2), None
+    causal, real = is_causal(module, options), None if mask is None else mask.bool()
+    if layer is None:
+        return mechanism(q, k, v, causal=causal, key_mask=real).transpose(1, 2), None
+    checks.causal_if_cached(name, causal)
+    return layer.extend(mechanism, q, k, v, real).transpose(1, 2), None

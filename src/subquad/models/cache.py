@@ -1,5 +1,7 @@
 """What `generate()` keeps between tokens: the states of the mechanisms, of constant size where they are."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -70,9 +72,10 @@ class SubquadCache(Cache):
     """
 
     layers: list[StateLayer]
+    layer_class: ClassVar[type[StateLayer]] = StateLayer
 
     def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[StateLayer() for _ in range(num_layers)])
+        super().__init__(layers=[self.layer_class() for _ in range(num_layers)])
         self.length: Tensor | None = None  # [B]: real tokens so far, which is where the next token stands
 
     def advance(self, batch: int, new: int, key_mask: Tensor | None, device: torch.device) -> Tensor:
