@@ -48,7 +48,8 @@ def test_outputs_and_gradients(backend: str, feature_map: str, size: float, plac
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("feature_map", "of_q", "of_k"), [("relu", 1e-7, 1e-30), ("relu", 1e-5, 1e-30), ("relu2", 3e-4, 1e-15)]
+    ("feature_map", "of_q", "of_k"),
+    [("relu", 1e-7, 1e-30), ("relu", 1e-5, 1e-30), ("relu", 0.035, 1.2e-30), ("relu2", 3e-4, 1e-15)],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_small_queries_of_tiny_keys(backend: str, feature_map: str, of_q: float, of_k: float, causal: bool) -> None:
