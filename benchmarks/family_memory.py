@@ -1,13 +1,13 @@
 """Does what lies beyond a window help on real proteins? Families of relatives, with controls.
 
-    apt-get download metastudent-data mmseqs2     # Swiss-Prot of 2014; or any large FASTA
+    blastdbcmd -db goasp.fasta -entry all     # of the three sets in Debian's metastudent-data: Swiss-Prot of 2014
     mmseqs easy-linclust proteins.fasta families work --min-seq-id 0.5 -c 0.8
     python benchmarks/family_memory.py families_all_seqs.fasta runs/family
 
-A sequence holds members of one family, one after the other: what an earlier one says tells most about a later one, and
-it lies a protein's length back, further than a window of the memory of `favor` reaches. The same causal model is
-trained with each mechanism on the same families in the same order, and evaluated on held-out families. Interrupted, the
-same command goes on; `--rows` does a part of the work.
+Each accession once; any large FASTA will do. A sequence holds members of one family, one after the other: what an
+earlier one says tells most about a later one, and it lies a protein's length back, further than a window of the memory
+of `favor` reaches. The same causal model is trained with each mechanism on the same families in the same order, and
+evaluated on held-out families. Interrupted, the same command goes on; `--rows` does a part of the work.
 """
 
 import argparse
