@@ -39,7 +39,7 @@ class Learner(nn.Module, ABC):
 
 
 def options_of(parser: argparse.ArgumentParser, rows: Rows, name: str, steps: int) -> argparse.Namespace:
-    """What was asked for; `folder` is there, and `names` are rows."""
+    """What was asked for; `names` are rows."""
     parser.add_argument("folder", type=Path, help="for the results of single models")
     parser.add_argument("--rows", default=",".join(rows), help="train these; all that are there are shown")
     parser.add_argument("--seeds", type=int, default=3)
@@ -53,7 +53,6 @@ def options_of(parser: argparse.ArgumentParser, rows: Rows, name: str, steps: in
     if not options.output.is_dir():
         parser.error(f"--output: there is no folder {options.output}")
     torch.set_num_threads(options.threads)
-    options.folder.mkdir(parents=True, exist_ok=True)
     return options
 
 
@@ -61,6 +60,7 @@ def measure_all(
     options: argparse.Namespace, rows: Rows, measure: Callable[[str, int, int, Told], dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """The records of all models in the folder, after those that were asked for are there."""
+    options.folder.mkdir(parents=True, exist_ok=True)
     todo = [(row, seed) for seed in range(options.seeds) for row in options.names]
     todo = [given for given in todo if not _path(options, *given).exists()]
     with Progress() as progress:
@@ -121,7 +121,7 @@ def save(output: Path, name: str, about: dict[str, Any], records: list[dict[str,
     curves = {record["row"]: record["curve"] for record in records if record["seed"] == 0}
     plot_losses(curves, output / f"{name}.png", unigram=None, unit=unit)
     report = {"machine": machine(), **about, "results": records}
-    write_text(output / f"{name}.json", json.dumps(report, indent=1) + "\n")
+    write_text(output / f"{name}.json", json.dumps(report) + "\n")
 
 
 def show(records: list[dict[str, Any]], seconds: dict[str, float], part: str, unit: float, names: str) -> None:

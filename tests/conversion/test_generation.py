@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, MistralConfig, MistralForCausalLM
 
+import subquad
 from subquad import errors
 from subquad.conversion import swap_attention
 from subquad.conversion.generation import StateCache
@@ -23,6 +25,7 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "window": {"window": 4},
     "strided": {"stride": 2},
     "lsh": {"num_buckets": 4, "bucket_size": 4, "rounds": 1},
+    "cluster": {"num_clusters": 4, "bucket_size": 4},
 }
 GREEDY: dict[str, Any] = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
 
@@ -38,6 +41,12 @@ def left_padded() -> dict[str, Tensor]:
     mask = torch.ones(3, 7, dtype=torch.long)
     mask[0, :4] = mask[1, :1] = 0
     return {"input_ids": random_ids(3, 7), "attention_mask": mask}
+
+
+def refusal(model: Any) -> str:
+    with pytest.raises(errors.ConfigError) as caught:
+        model.generate(random_ids(1, 6), **GREEDY)
+    return str(caught.value)
 
 
 def same_with_and_without(model: Any, batch: dict[str, Tensor], **options: Any) -> Any:
@@ -127,6 +136,25 @@ def test_copies_generate_too() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_arguments_by_place_and_outputs_as_tuples(as_dict: bool) -> None:
+    model, ids = swapped("llama", "favor"), random_ids(2, 6)
+    whole = model(ids, use_cache=False).logits
+    places = (None, None, None, None, None, True)  # mask, positions, cache, embeddings, labels, use_cache
+    first = model(ids[:, :5], *places, return_dict=as_dict)
+    cache = first.past_key_values if as_dict else first[1]
+    assert isinstance(cache, StateCache)
+    last = model(ids[:, 5:], None, None, cache, return_dict=as_dict)
+    torch.testing.assert_close(last.logits if as_dict else last[0], whole[:, 5:])
+
+
+@torch.no_grad()
+def test_a_loaded_model_generates_with_states(tmp_path: Path) -> None:
+    swapped("llama", "favor").save_pretrained(tmp_path)
+    same_with_and_without(subquad.load(tmp_path), left_padded())
+
+
+@torch.no_grad()
 def test_exact_models_keep_keys_and_values() -> None:
     model = swapped("llama", "favor")
     model.set_attn_implementation("sdpa")
@@ -138,9 +166,7 @@ def test_exact_models_keep_keys_and_values() -> None:
 def test_mechanisms_without_a_state_say_how(monkeypatch: pytest.MonkeyPatch) -> None:
     model = swapped("llama", "favor")
     monkeypatch.setattr(model.model.layers[1].self_attn.subquad_attention, "supports_state", False, raising=False)
-    with pytest.raises(errors.ConfigError) as caught:
-        model.generate(random_ids(1, 6), **GREEDY)
-    assert str(caught.value) == (
+    assert refusal(model) == (
         "LlamaAttention: got 1 queries and 7 keys; give whole sequences, without a cache (use_cache=False, also of "
         "generate and pipeline)"
     )
@@ -151,8 +177,7 @@ def test_the_window_of_a_model_counts_what_is_in_the_state() -> None:
     torch.manual_seed(0)
     sizes = {**SIZES, "intermediate_size": 16, "num_key_value_heads": 2, "sliding_window": 8}
     model: Any = swap_attention(MistralForCausalLM(MistralConfig(**sizes)).eval(), "favor", near=2)
-    with pytest.raises(errors.ConfigError, match="attends within a window of 8 tokens, got 9; "):
-        model.generate(random_ids(1, 6), **GREEDY)
+    assert "attends within a window of 8 tokens, got 9; " in refusal(model)
 
 
 @torch.no_grad()
@@ -160,9 +185,7 @@ def test_keys_that_do_not_arrive_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
     model = swapped("llama", "favor")
     update = StateCache.update
     monkeypatch.setattr(StateCache, "update", lambda *a, **o: tuple(x.clone() for x in update(*a, **o)))
-    with pytest.raises(errors.ConfigError) as caught:
-        model.generate(random_ids(1, 6), **GREEDY)
-    assert str(caught.value) == (
+    assert refusal(model) == (
         "LlamaForCausalLM: the keys of layers 0, 1 are changed between the cache and attention, so they did not reach "
         "the states; use_cache=False"
     )

@@ -12,6 +12,13 @@ CONVERSION = (
         "tests/conversion/test_generation.py -k 'token_by_token and llama'",
     ),
     Mutant(
+        "states of swapped models: arguments by place are not looked at",
+        "conversion/generation.py",
+        "if len(args) > 1:",
+        "if len(args) > 9:",
+        "tests/conversion/test_generation.py -k 'by_place'",
+    ),
+    Mutant(
         "states of swapped models: keys that get lost are not noticed",
         "conversion/generation.py",
         "self.awaited += keys.shape[2]",

@@ -5,6 +5,7 @@ which comes back with the output. Attention modules hand their new keys to the c
 state that they extend, which our attention function finds there.
 """
 
+import inspect
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -68,12 +69,14 @@ def use_states(model: nn.Module) -> None:
         model.register_forward_hook(_all_are_extended)
 
 
-def _give_states(model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+def _give_states(model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if len(args) > 1:  # whatever stands in its place, by name
+        args, given = (), dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | given
     cache = given.get("past_key_values")
     empty = type(cache) is DynamicCache and cache.get_seq_length() == 0  # generate() has made it
     wanted = empty or (cache is None and bool(given.get("use_cache")))
     if not wanted or model.config._attn_implementation != IMPLEMENTATION or not _all_have_states(model):
-        return None
+        return args, given
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     return args, given | {"past_key_values": StateCache(layers)}
 
@@ -84,7 +87,7 @@ def _all_have_states(model: nn.Module) -> bool:
 
 
 def _all_are_extended(model: nn.Module, _: Any, output: Any) -> None:
-    cache = getattr(output, "past_key_values", None)
-    if isinstance(cache, StateCache):
-        layers: list[Any] = cache.layers
-        checks.keys_arrived(type(model).__name__, [layer.awaited for layer in layers])
+    for cache in output if isinstance(output, tuple) else output.values():
+        if isinstance(cache, StateCache):
+            layers: list[Any] = cache.layers
+            checks.keys_arrived(type(model).__name__, [layer.awaited for layer in layers])
