@@ -87,7 +87,7 @@ CALIBRATION = (
     Mutant(
         "calibrate: a transform of before stays in the config",
         "calibration/note.py",
-        '            chosen.pop("transform", None)\n',
+        '    options = {name: value for name, value in options.items() if name != "transform"}\n',
         "",
         "tests/models/test_calibrated.py -k 'transform'",
     ),
