@@ -22,6 +22,7 @@ from subquad.diagnostics.uniform import useless_layers
 from subquad.features import names
 from subquad.models import SubquadConfig, SubquadForCausalLM, SubquadForMaskedLM
 from subquad.recording.layers import own_layers
+from subquad.recording.record import Recording
 from subquad.testing import assert_close
 from tiny_heads import FAMILIES, gpt2, llama
 from tiny_models import SMALL, TINY_RUN, favor_and_softmax, make, random_ids
@@ -178,6 +179,17 @@ def test_reports_see_the_parts() -> None:
     assert [field.name for field in far_fields(model, batches(1))] == [
         f"model.layers.{layer}.attention.mechanism.parts.favor0" for layer in (0, 1)
     ]
+
+
+def test_what_is_kept_of_a_part_holds_no_other_heads() -> None:
+    """Or a budget of memory would be overrun by as much as there are other heads."""
+    model = mixed({**FAVOR, "heads": [0]}, {"attention": "softmax", "heads": [1, 2, 3]}, num_key_value_heads=4)
+    favor, softmax, *_ = Recording(model, batches(1), op="test", exact=True)
+    for layer, heads in ((favor, 1), (softmax, 3)):
+        (call,) = layer.calls
+        held = [x.untyped_storage().nbytes() for x in (call.q, call.k, call.v, call.output) if x is not None]
+        assert held == [2 * heads * 40 * 4 * 4] * 4
+        assert sum(held) == call.nbytes
 
 
 def test_useless_features_of_parts_are_noticed() -> None:

@@ -32,6 +32,7 @@ class MixedAttention(Mechanism):
             head goes by the order of "heads"; parts stay in the order in which they are given.
 
     Example:
+        >>> import torch
         >>> favor = {"attention": "favor", "heads": [0, 2], "num_features": 32, "near": 8}
         >>> attention = MixedAttention(head_dim=4, parts=[favor, {"attention": "softmax", "heads": [1]}])
         >>> attention(*torch.randn(3, 1, 3, 50, 4), causal=True).shape
