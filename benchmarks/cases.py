@@ -23,6 +23,7 @@ FEATURES = 256
 HALF = "favor, half"  # with half of the features
 TOLERANCE = 1e-5  # float32 against float64; the worst of our cases is near 2e-6
 STEPS = 64  # tokens decoded per sample: as many as a near block, so each sample folds one block
+GATE_HEADS = 2  # as many parts as a mixed layer has here
 GATE_LENGTH = 200  # tokens: enough for a far field behind the near blocks, and for a block that is not full
 DECODE_OPTIONS = 16_384  # the length whose options are used for decoding
 PIECE = 1024  # tokens at once while a context is read in
@@ -66,7 +67,7 @@ class Case:
     quadratic: bool = False
     multiple: int = 1
     features: int = 0
-    mechanism: Callable[[int], Mechanism] | None = None
+    mechanism: Callable[[Shape], Mechanism] | None = None
     about: str = ""
 
     def decodes(self) -> bool:
@@ -93,8 +94,8 @@ class Exact:
 class Ours:
     """A mechanism of subquad."""
 
-    def __init__(self, mechanism: Callable[[int], Mechanism], shape: Shape, causal: bool) -> None:
-        self.mechanism, self.causal = mechanism(shape.head_dim), causal
+    def __init__(self, mechanism: Callable[[Shape], Mechanism], shape: Shape, causal: bool) -> None:
+        self.mechanism, self.causal = mechanism(shape), causal
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.mechanism(q, k, v, causal=self.causal)
@@ -108,15 +109,24 @@ def even_root(length: int) -> int:
     return max(2, 2 * round((length / 64) ** 0.5 / 2))
 
 
-# Options that go with the length: what these methods cost depends on them. Buckets hold some 64 keys at any length, and
+def halves(heads: int) -> list[dict]:
+    """Parts of `mixed`: features on the first half of the heads, exact attention on the second."""
+    half = (heads + 1) // 2
+    favor = {"attention": "favor", "heads": [*range(half)], "num_features": FEATURES}
+    exact = {"attention": "softmax", "heads": [*range(half, heads)]}
+    return [part for part in (favor, exact) if part["heads"]]
+
+
+# Options that go with the shape: what these methods cost depends on them. Buckets hold some 64 keys at any length, and
 # are found by two hashes, since one needs length / 128 products per token; centroids are as many as in the Routing
 # Transformer, the square root of the length.
 SPARSE = {
     "window": lambda _: {"window": 256},
-    "linformer": lambda length: {"rank": 256, "max_length": length},
-    "lsh": lambda length: {"num_buckets": even_root(length) ** 2, "hashes": 2, "bucket_size": 64, "rounds": 4},
-    "cluster": lambda length: {"num_clusters": round(length**0.5), "bucket_size": 64},
-    "strided": lambda length: {"stride": max(16, round(length**0.5 / 16) * 16)},
+    "linformer": lambda shape: {"rank": 256, "max_length": shape.length},
+    "lsh": lambda shape: {"num_buckets": even_root(shape.length) ** 2, "hashes": 2, "bucket_size": 64, "rounds": 4},
+    "cluster": lambda shape: {"num_clusters": round(shape.length**0.5), "bucket_size": 64},
+    "strided": lambda shape: {"stride": max(16, round(shape.length**0.5 / 16) * 16)},
+    "mixed": lambda shape: {"parts": halves(shape.heads)},
 }
 
 
@@ -140,7 +150,7 @@ def our_cases() -> tuple[list[Case], list[str]]:
 
 
 def _ours(name: str, mechanism: str, **options: object) -> Case:
-    make = partial(_attention, mechanism, options)
+    make = partial(_attention, mechanism, lambda _: options)
     features = options["num_features"] if mechanism == "favor" else 0
     return Case(name, partial(Ours, make), mechanism=make, features=cast(int, features))
 
@@ -148,19 +158,19 @@ def _ours(name: str, mechanism: str, **options: object) -> Case:
 def _sparse(name: str) -> Case:
     kind = next(mechanism for mechanism in subquad.MECHANISMS if mechanism.name == name)
 
-    def make(shape: Shape, causal: bool) -> Ours:
-        return Ours(partial(_attention, name, SPARSE[name](shape.length)), shape, causal)
+    def decoding(shape: Shape) -> Mechanism:
+        return _attention(name, SPARSE[name], shape._replace(length=DECODE_OPTIONS))
 
     return Case(
         name,
-        make,
+        partial(Ours, partial(_attention, name, SPARSE[name])),
         directions=(False, True) if kind.supports_causal else (False,),
-        mechanism=partial(_attention, name, SPARSE[name](DECODE_OPTIONS)) if kind.supports_state else None,
+        mechanism=decoding if kind.supports_state else None,
     )
 
 
-def _attention(name: str, options: dict, head_dim: int) -> Mechanism:
-    return subquad.attention(name, head_dim=head_dim, **options)
+def _attention(name: str, options: Callable[[Shape], dict], shape: Shape) -> Mechanism:
+    return subquad.attention(name, head_dim=shape.head_dim, **options(shape))
 
 
 # Modes ----------------------------------------------------------------------------------------------------------------
@@ -182,7 +192,7 @@ def inputs(shape: Shape) -> list[Tensor]:
 def prepare(case: Case, mode: str, causal: bool, shape: Shape, tensors: list[Tensor]) -> Prepared:
     """What is done once is done here; `tensors` are the inputs, which decoding does without."""
     if mode == "decode":
-        return _decode_exactly(shape) if case.mechanism is None else _decode(case.mechanism(shape.head_dim), shape)
+        return _decode_exactly(shape) if case.mechanism is None else _decode(case.mechanism(shape), shape)
     attend = case.make(shape, causal)
     if mode == "forward":
         return Prepared(torch.no_grad()(partial(attend, *tensors)))
@@ -238,11 +248,12 @@ def _decode_exactly(shape: Shape) -> Prepared:
 def problem(case: Case, head_dim: int) -> str:
     """Why this case must not be timed: outputs or gradients that are not the definition's. Empty if it may."""
     length = math.ceil(GATE_LENGTH / case.multiple) * case.multiple
-    tensors = inputs(Shape(1, length, head_dim))
+    shape = Shape(GATE_HEADS, length, head_dim)
+    tensors = inputs(shape)
     errors = {}
     for causal in case.directions:
         direction = "causal" if causal else "bidirectional"
-        attend = case.make(Shape(1, length, head_dim), causal)
+        attend = case.make(shape, causal)
         out, gradients = _differentiate(attend, tensors)
         if not case.gated:  # nothing to compare with, but numbers they must be
             ok = out.shape == tensors[2].shape and all(t.isfinite().all() for t in (out, *gradients))
@@ -255,7 +266,7 @@ def problem(case: Case, head_dim: int) -> str:
         for name, got, gradient in zip("qkv", gradients, wanted, strict=True):
             errors[f"{direction} gradient of {name}"] = relative_error(got, gradient)
     if case.mechanism is not None:
-        errors["decoding"] = _decoding_error(case.mechanism(head_dim), tensors)
+        errors["decoding"] = _decoding_error(case.mechanism(shape), tensors)
     wrong = [f"{what} {error:.1e}" for what, error in errors.items() if not error < TOLERANCE]  # NaN is not below
     return ", ".join(wrong)
 

@@ -14,6 +14,7 @@ from subquad.data import load_proteins
 from subquad.models import SubquadForCausalLM
 from subquad.training import TrainOptions, train
 
+FAVOR = {"attention": "favor", "heads": [0, 2, 3], "num_features": 64}
 MODELS = {
     "favor": {"attention_options": {"num_features": 64}},
     "window": {"attention_options": {"window": 64, "global_tokens": 1}},
@@ -21,6 +22,7 @@ MODELS = {
     "lsh": {"attention_options": {"num_buckets": 16, "bucket_size": 32, "rounds": 2}},
     "cluster": {"attention_options": {"num_clusters": 16, "bucket_size": 32}},
     "strided": {"attention_options": {"stride": 32}},
+    "mixed": {"attention_options": {"parts": [FAVOR, {"attention": "softmax", "heads": [1]}]}},
     # The paper's claim about FAVOR+: it goes with clusters and with reversible layers. And a Reformer.
     "favor in clusters": {
         "attention": "cluster",

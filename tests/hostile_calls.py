@@ -51,6 +51,11 @@ OPTIONS_OF: dict[str, tuple[dict[str, Any], ...]] = {
     "lsh": ({"num_buckets": 4, "bucket_size": 2, "rounds": 2},),
     "cluster": ({"num_clusters": 3, "bucket_size": 2}, {"num_clusters": 3, "inside": "favor", "num_features": 8}),
     "linformer": ({"rank": 4, "max_length": 24}, {"rank": 4, "max_length": 24, "projection": "mean"}),
+    "mixed": (
+        {"parts": [{"attention": "favor", "heads": [0, 2], "near": 4}, {"attention": "softmax", "heads": [1]}]},
+        {"parts": [{"attention": "linear", "heads": [0]}, {"attention": "favor", "heads": [1], "near": 0}]},
+        {"parts": [{"attention": "window", "heads": [1, 0], "window": 4}]},
+    ),
 }
 assert set(OPTIONS_OF) == {mechanism.name for mechanism in MECHANISMS}
 
@@ -83,7 +88,7 @@ class Caller(Operators):
         dim, value_dim = rng.choice((1, 3, 4, 8, 16)), rng.choice((1, 3, 8, 16))
         mechanism = self.make_mechanism(dim)
         batch, groups = rng.choice((1, 2, 3)), rng.choice((1, 2))
-        heads = getattr(mechanism, "num_heads", None) or rng.choice((1, 2))
+        heads = getattr(mechanism, "key_heads", None) or getattr(mechanism, "num_heads", None) or rng.choice((1, 2))
         length = length or rng.choice((1, 2, 5, 9, 17, 24))
         dtype = rng.choice((torch.float32, *DTYPES))
         shapes = {"q": (batch, heads * groups, length, dim), "k": (batch, heads, length, dim)}

@@ -27,7 +27,7 @@ from subquad import FavorAttention, LinearAttention, Mechanism
 from subquad.kernels.cpu import library
 from subquad.models import SubquadConfig, SubquadForCausalLM, SubquadForMaskedLM
 from subquad.testing import make_inputs
-from tiny_models import NARROW, SMALL, random_ids
+from tiny_models import NARROW, SMALL, favor_and_softmax, random_ids
 
 D, LENGTH, LONG = 8, 150, 2100  # long: tokens from which on far fields have centres
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -50,6 +50,7 @@ def one_engine() -> dict[str, Make]:
         "strided": make("strided", head_dim=D, stride=6),
         "strided, fixed": make("strided", head_dim=D, stride=8, pattern="fixed", summary=2),
         "linformer": make("linformer", head_dim=D, rank=6, max_length=LENGTH, num_heads=2),
+        "mixed": make("mixed", head_dim=D, **favor_and_softmax(3)),
     }
 
 

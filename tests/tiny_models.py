@@ -19,6 +19,13 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 1,
 }
 
+
+def favor_and_softmax(key_heads: int) -> dict[str, Any]:
+    """Options of `mixed`: features on every other key head."""
+    favor = {"attention": "favor", "heads": [*range(0, key_heads, 2)], "num_features": 8, "near": 4, "sinks": 1}
+    return {"parts": [favor, {"attention": "softmax", "heads": [*range(1, key_heads, 2)]}]}
+
+
 # Defaults are made for thousands of tokens: on the few of a test, windows and strides see everything, buckets nothing.
 NARROW: dict[str, dict[str, Any]] = {
     "favor": {"num_features": 8, "near": 4, "sinks": 1},
@@ -27,7 +34,9 @@ NARROW: dict[str, dict[str, Any]] = {
     "lsh": {"num_buckets": 4, "bucket_size": 2, "rounds": 2},
     "cluster": {"num_clusters": 3, "bucket_size": 2},
     "strided": {"stride": 3},
+    "mixed": favor_and_softmax(SMALL["num_key_value_heads"]),
 }
+NEEDED = {"mixed": NARROW["mixed"]}  # options without which there is no mechanism
 
 # Of `subquad train`.
 TINY_RUN = (

@@ -25,14 +25,16 @@ class Mechanism(nn.Module, ABC):
     """
 
     name: ClassVar[str]
-    supports_causal: ClassVar[bool] = True
-    supports_state: ClassVar[bool] = True
-    state_grows: ClassVar[bool] = False
-    float32_floor: ClassVar[float] = 2**-23  # error that float32 outputs may have where the definition has less
-    of_inner_products: ClassVar[bool] = True  # weights are, or estimate, functions of q.k
-    mask_kinds: ClassVar[tuple[str, ...]] = ("right", "left", "holes")  # where a key_mask may have padding
-    why_not_causal: ClassVar[str] = "every output depends on all tokens"
-    cross_attention_advice: ClassVar[str] = ""  # ends the error of a positional mechanism that gets T != S
+
+    # Facts of a class; of an instance where they depend on its options, as in `mixed`.
+    supports_causal: bool = True
+    supports_state: bool = True
+    state_grows: bool = False
+    float32_floor: float = 2**-23  # error that float32 outputs may have where the definition has less
+    of_inner_products: bool = True  # weights are, or estimate, functions of q.k
+    mask_kinds: tuple[str, ...] = ("right", "left", "holes")  # where a key_mask may have padding
+    why_not_causal: str = "every output depends on all tokens"
+    cross_attention_advice: str = ""  # ends the error of a positional mechanism that gets T != S
 
     head_dim: int
 
@@ -179,6 +181,17 @@ def reorder_state(state: SomeState, index: Tensor) -> SomeState:
 def state_bytes(state: tuple) -> int:
     """Memory that a state holds; of a layer's, too."""
     return sum(part.nbytes if isinstance(part, Tensor) else state_bytes(part) for part in state)
+
+
+def outermost(model: nn.Module, kinds: type | tuple[type, ...] = Mechanism) -> list[tuple[str, Mechanism]]:
+    """Names and mechanisms of these kinds, in order, but none that is inside another one: not the parts of `mixed`."""
+    found: list[tuple[str, Mechanism]] = []
+    for name, module in model.named_modules():
+        outer = f"{found[-1][0]}." if found and found[-1][0] else ""  # the model itself has no name
+        inside = bool(found) and name.startswith(outer)
+        if isinstance(module, Mechanism) and isinstance(module, kinds) and not inside:
+            found.append((name, module))
+    return found
 
 
 # What dense definitions share -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from subquad import errors
 from subquad.conversion import swap_attention
 from subquad.conversion.generation import StateCache
 from tiny_heads import SIZES, bert, gpt2, llama, opt
-from tiny_models import random_ids
+from tiny_models import favor_and_softmax, random_ids
 
 DECODERS: dict[str, Any] = {"llama": llama, "gpt2": gpt2, "opt": opt}
 MECHANISMS: dict[str, dict[str, Any]] = {
@@ -26,6 +26,7 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "strided": {"stride": 2},
     "lsh": {"num_buckets": 4, "bucket_size": 4, "rounds": 1},
     "cluster": {"num_clusters": 4, "bucket_size": 4},
+    "mixed": {},  # by the key heads of the model
 }
 GREEDY: dict[str, Any] = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
 
@@ -34,7 +35,8 @@ mechanisms = pytest.mark.parametrize("name", MECHANISMS)
 
 
 def swapped(family: str, name: str) -> Any:
-    return swap_attention(DECODERS[family](), name, **MECHANISMS[name])
+    options = favor_and_softmax(2 if family == "llama" else 4) if name == "mixed" else MECHANISMS[name]
+    return swap_attention(DECODERS[family](), name, **options)
 
 
 def left_padded() -> dict[str, Tensor]:
@@ -93,16 +95,18 @@ def test_logits_token_by_token(family: str, name: str) -> None:
 
 @torch.no_grad()
 @families
-def test_a_prompt_in_chunks(family: str) -> None:
-    model, ids = swapped(family, "favor"), random_ids(2, 12)
+@pytest.mark.parametrize("name", ["favor", "mixed"])
+def test_a_prompt_in_chunks(family: str, name: str) -> None:
+    model, ids = swapped(family, name), random_ids(2, 12)
     want = model.generate(ids, **GREEDY, use_cache=False)
     assert torch.equal(model.generate(ids, **GREEDY, prefill_chunk_size=5), want)
 
 
 @torch.no_grad()
 @families
-def test_a_second_turn_and_many_from_one_prompt(family: str) -> None:
-    model, ids = swapped(family, "favor"), random_ids(1, 6)
+@pytest.mark.parametrize("name", ["favor", "mixed"])
+def test_a_second_turn_and_many_from_one_prompt(family: str, name: str) -> None:
+    model, ids = swapped(family, name), random_ids(1, 6)
     first = same_with_and_without(model, {"input_ids": ids})
     kept = copy.deepcopy(first.past_key_values)
     for seed in (5, 6):

@@ -30,6 +30,14 @@ MECHANISMS: dict[str, Make] = {
     "lsh": lambda: attention("lsh", head_dim=D, num_buckets=8, bucket_size=16, rounds=2),
     "cluster": lambda: attention("cluster", head_dim=D, num_clusters=4, bucket_size=16, num_heads=2),
     "strided": lambda: attention("strided", head_dim=D, stride=16),
+    "mixed": lambda: attention(
+        "mixed",
+        head_dim=D,
+        parts=[
+            {"attention": "favor", "heads": [1], "num_features": 16, "near": 32, "backend": "torch"},
+            {"attention": "linear", "heads": [0], "backend": "torch"},
+        ],
+    ),
     "strided, fixed": lambda: attention("strided", head_dim=D, stride=16, pattern="fixed", summary=2),
 }
 

@@ -87,9 +87,23 @@ CALIBRATION = (
     Mutant(
         "calibrate: a transform of before stays in the config",
         "calibration/note.py",
-        '            chosen.pop("transform", None)\n',
+        '    options = {name: value for name, value in options.items() if name != "transform"}\n',
         "",
         "tests/models/test_calibrated.py -k 'transform'",
+    ),
+    Mutant(
+        "mixed: parts keep their former features in the config",
+        "calibration/note.py",
+        'return options | {"parts": [_noted(part, given) for part, given in parts]}',
+        "return options",
+        "tests/models/test_mixed.py -k 'calibrated'",
+    ),
+    Mutant(
+        "mixed: parts are counted as layers in the config",
+        "calibration/note.py",
+        "enumerate(outermost(model))",
+        "enumerate(x for x in model.named_modules() if isinstance(x[1], Mechanism))",
+        "tests/models/test_mixed.py -k 'counted_as_layers'",
     ),
     # calibration/training.py
     Mutant(

@@ -93,6 +93,21 @@ CHECKS = (
         "return padding != 0",
         "tests/nn/test_nn.py -k 'mask_of_floats'",
     ),
+    # checks/mixed.py
+    Mutant(
+        "mixed: a head may be in two parts",
+        "checks/mixed.py",
+        '    _each_once([part["heads"] for part in given])\n',
+        "",
+        "tests/mechanisms/test_mixed.py -k 'errors'",
+    ),
+    Mutant(
+        "mixed: True is head 1",
+        "checks/mixed.py",
+        "type(head) is int and head >= 0",
+        "isinstance(head, int) and head >= 0",
+        "tests/mechanisms/test_mixed.py -k 'errors'",
+    ),
     # checks/models.py
     Mutant(
         "the mask of the past is taken for that of the new tokens",

@@ -117,4 +117,11 @@ CONVERSION = (
         'return getattr(module, "scaling", None) or head_dim**-1.5',
         "tests/conversion/test_conversion.py -k 'usual_scale'",
     ),
+    Mutant(
+        "mixed: parts of swapped layers have no scale of the model",
+        "conversion/swap.py",
+        'return options | {"parts": [with_scale(part["attention"], part, scale) for part in parts]}',
+        'return options | {"parts": parts}',
+        "tests/models/test_mixed.py -k 'scale or change_nothing'",
+    ),
 )

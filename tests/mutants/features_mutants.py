@@ -107,6 +107,13 @@ FEATURES = (
         "#",
         "tests/features/test_names.py -k 'per_layer or a_layer'",
     ),
+    Mutant(
+        "mixed: parts keep former names of estimators",
+        "features/names.py",
+        'if isinstance(options, dict) and "parts" in options:',
+        "if not isinstance(options, dict | list):",
+        "tests/models/test_mixed.py -k 'current_names'",
+    ),
     # features/positive.py
     Mutant(
         "one draw for all heads",

@@ -84,6 +84,20 @@ MODELS = (
         "return torch.arange(x.shape[1], device=x.device)[None]",
         "tests/models/test_models.py -k 'padding_anywhere and (sinusoidal or learned)'",
     ),
+    Mutant(
+        "mixed: parts are not drawn again",
+        "models/modeling.py",
+        "for m in self.modules() if isinstance(m, RandomFeatures)",
+        "for m in self.mechanisms() if isinstance(m, RandomFeatures)",
+        "tests/models/test_mixed.py -k 'redraw'",
+    ),
+    Mutant(
+        "mixed: parts share no projection",
+        "models/modeling.py",
+        "for where, mechanism in self.named_modules():",
+        "for where, mechanism in outermost(self):",
+        "tests/models/test_mixed.py -k 'shared_by_parts'",
+    ),
     # models/modeling_subquad.py
     Mutant(
         "a missing subquad is told by transformers, without the extra",

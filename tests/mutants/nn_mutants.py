@@ -77,6 +77,20 @@ NN = (
         "if not drawn:",
         "tests/models/test_calibrated.py -k 'come_back and hedgehog or fresh'",
     ),
+    Mutant(
+        "mixed: parts of a layer draw alike",
+        "nn/self_attention.py",
+        "(*place, number)",
+        "place",
+        "tests/mechanisms/test_mixed.py -k 'draw_of_its_own'",
+    ),
+    Mutant(
+        "mixed: a part draws for all heads of the layer",
+        "nn/self_attention.py",
+        'len(given["heads"]), (',
+        "key_heads, (",
+        "tests/mechanisms/test_mixed.py -k 'draw_of_its_own'",
+    ),
     # nn/short_convolution.py
     Mutant(
         "one token takes the engine's way though it is masked",

@@ -136,6 +136,13 @@ RECORDING = (
         "if True)",
         "tests/recording/test_recording.py -k 'another_order'",
     ),
+    Mutant(
+        "mixed: calls of a part keep all heads in memory",
+        "recording/record.py",
+        "append(call.alone())",
+        "append(call)",
+        "tests/models/test_mixed.py -k 'holds_no_other_heads'",
+    ),
     # recording/samples.py
     Mutant(
         "diagnose: rows of padding are sampled",

@@ -207,6 +207,14 @@ TOP = (
         "",
         "tests/test_measure.py -k 'take_turns'",
     ),
+    # mechanism.py
+    Mutant(
+        "mixed: parts are found beside the whole",
+        "mechanism.py",
+        " and not inside:",
+        ":",
+        "tests/mechanisms/test_mixed.py tests/models/test_mixed.py -k 'no_mechanisms_of_the_model or one_matrix'",
+    ),
     # tables.py
     Mutant(
         "hostile: formulas in CSV",

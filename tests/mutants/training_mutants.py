@@ -88,6 +88,13 @@ TRAINING = (
         "",
         "tests/training/test_callbacks.py -k 'stop_together'",
     ),
+    Mutant(
+        "mixed: centroids of parts stay",
+        "training/callbacks.py",
+        "for m in model.modules() if isinstance(m, Mechanism) and",
+        'for m in getattr(model, "module", model).mechanisms() if',
+        "tests/models/test_mixed.py -k 'centroids'",
+    ),
     # training/checkpoints.py
     Mutant(
         "damage goes unseen",
@@ -219,6 +226,13 @@ TRAINING = (
         "feature_seed(options.seed, 0)",
         "feature_seed(options.seed, -1)",
         "tests/training/test_training.py -k 'run_and_its_step'",
+    ),
+    Mutant(
+        "mixed: fine-tuning takes the features of other heads",
+        "training/setup.py",
+        ' and getattr(ours, "owners", None) == getattr(theirs, "owners", None)',
+        "",
+        "tests/models/test_mixed.py -k 'fine_tuning'",
     ),
     # training/trainer.py
     Mutant(

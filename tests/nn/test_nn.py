@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from subquad import MECHANISMS, errors
 from subquad.nn import Block, Context, MultiheadAttention, TransformerEncoderLayer, reversible, rotation, sinusoidal
 from subquad.testing import assert_close
-from tiny_models import NARROW
+from tiny_models import NARROW, favor_and_softmax
 
 E, H, B, T = 16, 4, 2, 9
 x = torch.randn(B, T, E, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -70,7 +70,8 @@ def test_causal_flag_is_the_causal_mask() -> None:
 def test_weights_of_torch_load_strictly_whatever_is_inside() -> None:
     theirs = nn.MultiheadAttention(E, H, batch_first=True)
     for mechanism in MECHANISMS:
-        options: dict[str, Any] = {"max_length": 32} if mechanism.name == "linformer" else {}
+        needed: dict[str, Any] = {"linformer": {"max_length": 32}, "mixed": favor_and_softmax(H)}
+        options = needed.get(mechanism.name, {})
         ours = MultiheadAttention(E, H, batch_first=True, attention=mechanism.name, **options)
         features = {name: value.clone() for name, value in ours.mechanism.state_dict().items()}
         ours.load_state_dict(theirs.state_dict())
@@ -159,6 +160,7 @@ def plain(x1: Tensor, x2: Tensor, blocks: Any, context: Context) -> tuple[Tensor
 
 REVERSIBLE: dict[str, dict[str, Any]] = {
     **{m.name: {"attention": m.name, "options": NARROW.get(m.name, {})} for m in MECHANISMS if m.supports_causal},
+    "mixed": {"attention": "mixed", "options": favor_and_softmax(H)},
     "favor-in-clusters": {"attention": "cluster", "options": {"num_clusters": 3, "inside": "favor", "num_features": 8}},
 }
 

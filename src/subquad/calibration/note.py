@@ -4,8 +4,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from subquad.mechanism import Mechanism
+from subquad.mechanism import Mechanism, outermost
 from subquad.mechanisms.favor import FavorAttention
+from subquad.mechanisms.mixed import MixedAttention
 
 
 @runtime_checkable
@@ -26,13 +27,20 @@ def note_in_config(model: nn.Module) -> None:
     if not isinstance(config, LayerOptions):
         return
     names, options = [], []
-    mechanisms = (module for module in model.modules() if isinstance(module, Mechanism))
-    for layer, mechanism in enumerate(mechanisms):
+    for layer, (_, mechanism) in enumerate(outermost(model)):
         name, chosen = config.layer_attention(layer)
-        if isinstance(mechanism, FavorAttention):
-            chosen |= {"estimator": mechanism.estimator, "num_features": mechanism.num_features}
-            chosen.pop("transform", None)
-            chosen |= {"transform": True} if mechanism.transform else {}
         names.append(name)
-        options.append(chosen)
+        options.append(_noted(mechanism, chosen))
     config.attention, config.attention_options = names, options
+
+
+def _noted(mechanism: Mechanism, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a mechanism with the features that it has now; of a mixed one, those of its parts."""
+    if isinstance(mechanism, MixedAttention):
+        parts = zip(mechanism.mechanisms(), options["parts"], strict=True)
+        return options | {"parts": [_noted(part, given) for part, given in parts]}
+    if not isinstance(mechanism, FavorAttention):
+        return options
+    options = {name: value for name, value in options.items() if name != "transform"}
+    options |= {"estimator": mechanism.estimator, "num_features": mechanism.num_features}
+    return options | ({"transform": True} if mechanism.transform else {})

@@ -12,6 +12,7 @@ from subquad.checks import conversion as checks
 from subquad.checks.recording import whole_attention
 from subquad.conversion.generation import CHILD, IMPLEMENTATION, keyed_layer, use_states
 from subquad.mechanisms import mechanism_class
+from subquad.mechanisms.mixed import MixedAttention, checked_parts
 from subquad.nn.self_attention import layer_mechanism
 from subquad.recording.hugging_face import given_mask, is_causal
 
@@ -58,12 +59,10 @@ def swap_attention(
     names, given = checks.of_each_layer(attention, options, layer_options, len(found))
     mechanisms = []
     for layer, (name, module) in enumerate(found):
-        made = mechanism_class(names[layer])
         checks.self_attention_module(name, module)
         checks.tells_its_heads(name, module)
         head_dim, key_heads = head_sizes(module)
-        scale = {} if made.name == "linear" else scaling(module, head_dim)
-        own = {option: x for option, x in scale.items() if option in inspect.signature(made).parameters} | given[layer]
+        own = with_scale(names[layer], given[layer], scaling(module, head_dim))
         mechanisms.append(layer_mechanism(names[layer], own, head_dim=head_dim, key_heads=key_heads, layer=layer))
     for (_, module), mechanism in zip(found, mechanisms, strict=True):
         setattr(module, CHILD, mechanism.to(_device(module, model)).train(module.training))
@@ -111,6 +110,16 @@ def scaling(module: Any, head_dim: int) -> dict[str, float]:
     """The scale of the logits, if it is not the usual one."""
     scale = module_scale(module, head_dim)
     return {} if scale == head_dim**-0.5 else {"scale": scale}
+
+
+def with_scale(name: str, options: dict[str, Any], scale: dict[str, float]) -> dict[str, Any]:
+    """The options, and the scale if the mechanism has one, or the parts of a mixed one that do."""
+    kind = mechanism_class(name)
+    if kind is MixedAttention:
+        parts = checked_parts(options.get("parts"))
+        return options | {"parts": [with_scale(part["attention"], part, scale) for part in parts]}
+    scaled = name != "linear" and "scale" in inspect.signature(kind).parameters  # that of `linear` is its projection's
+    return (scale if scaled else {}) | options
 
 
 def module_scale(module: Any, head_dim: int) -> float:

@@ -24,9 +24,11 @@ def current_name(estimator: str) -> str:
 
 
 def current_options(options: Any) -> Any:
-    """Options of one mechanism, or a list of them, with the current name of their estimators."""
+    """Options of one mechanism, of its parts, or a list of them, with the current name of their estimators."""
     if isinstance(options, list):
         return [current_options(each) for each in options]
+    if isinstance(options, dict) and "parts" in options:
+        return {**options, "parts": current_options(options["parts"])}
     if not isinstance(options, dict) or "estimator" not in options:
         return options
     return {**options, "estimator": current_name(options["estimator"])}

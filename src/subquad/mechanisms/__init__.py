@@ -11,6 +11,7 @@ from subquad.mechanisms.identity import IdentityAttention
 from subquad.mechanisms.linear import LinearAttention
 from subquad.mechanisms.linformer import LinformerAttention
 from subquad.mechanisms.lsh import LshAttention
+from subquad.mechanisms.mixed import MixedAttention
 from subquad.mechanisms.softmax import SoftmaxAttention
 from subquad.mechanisms.strided import StridedAttention
 from subquad.mechanisms.window import WindowAttention
@@ -25,6 +26,7 @@ MECHANISMS: tuple[type[Mechanism], ...] = (
     StridedAttention,
     LshAttention,
     ClusterAttention,
+    MixedAttention,
 )
 
 

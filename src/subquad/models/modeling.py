@@ -9,7 +9,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from subquad.checks import models as checks
 from subquad.features.buffers import LayerFeatures
-from subquad.mechanism import Mechanism, RandomFeatures
+from subquad.mechanism import Mechanism, RandomFeatures, outermost
 from subquad.models.cache import SubquadCache
 from subquad.models.configuration import SubquadConfig
 from subquad.nn import (
@@ -44,11 +44,12 @@ class SubquadPreTrainedModel(PreTrainedModel):
 
     def mechanisms(self) -> list[Mechanism]:
         """The mechanism of each layer."""
-        return [module for module in self.modules() if isinstance(module, Mechanism)]
+        return [mechanism for _, mechanism in outermost(self)]
 
     def redraw(self, seed: int) -> int:
-        """Fresh random features in every layer that has some; how many do. The same seed gives the same features."""
-        drawn = [m for m in self.mechanisms() if isinstance(m, RandomFeatures) and m.weight is not None]
+        """Fresh random features in every layer, or part of a mixed one, that has some; how many do. The same seed
+        gives the same features."""
+        drawn = [m for m in self.modules() if isinstance(m, RandomFeatures) and m.weight is not None]
         for layer, mechanism in enumerate(drawn):
             mechanism.redraw(layer_seed(seed, layer))
         return len(drawn)
@@ -88,10 +89,9 @@ class SubquadModel(SubquadPreTrainedModel):
         """What mechanisms share: the name in each later layer, and that in the first, as transformers ties weights."""
         first: dict[str, tuple[str, torch.Size]] = {}
         tied = {}
-        for number, block in enumerate(self.blocks):
-            mechanism = block.attention.mechanism
-            for name in mechanism.shared_parameters:
-                path, shape = f"layers.{number}.attention.mechanism.{name}", getattr(mechanism, name).shape
+        for where, mechanism in self.named_modules():  # of mixed layers also the parts
+            for name in mechanism.shared_parameters if isinstance(mechanism, Mechanism) else ():
+                path, shape = f"{where}.{name}", getattr(mechanism, name).shape
                 source, wanted = first.setdefault(f"{mechanism.name}.{name}", (path, shape))
                 checks.same_in_all_layers(path, shape, source, wanted)
                 if source != path:

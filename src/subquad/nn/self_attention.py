@@ -13,6 +13,7 @@ from subquad.mechanism import Mechanism, RandomFeatures, State
 from subquad.mechanisms import attention as make_mechanism
 from subquad.mechanisms import mechanism_class
 from subquad.mechanisms.favor import FavorAttention
+from subquad.mechanisms.mixed import MixedAttention
 from subquad.nn.positions import Rotation
 from subquad.nn.short_convolution import ShortConvolution
 
@@ -44,15 +45,29 @@ def layer_mechanism(
     layer: int = 0,
     max_length: int | None = None,
 ) -> Mechanism:
-    """The mechanism `name` for one layer: what it draws differs between layers and between heads."""
+    """The mechanism `name` for one layer: what it draws differs between layers, between heads and between parts."""
     checks.no_head_dim(name, options)
     options = mechanism_class(name).layer_options(options, key_heads=key_heads, max_length=max_length)
     mechanism = make_mechanism(name, head_dim=head_dim, **options)
+    own = _own_draws(mechanism, options, key_heads, (layer,))
+    return mechanism if own is options else make_mechanism(name, head_dim=head_dim, **own)
+
+
+def _own_draws(mechanism: Mechanism, options: dict[str, Any], key_heads: int, place: tuple[int, ...]) -> dict[str, Any]:
+    """`options`, with a draw for each key head that depends on the place, if the mechanism draws at random.
+
+    place: the layer, and in a mixed one the part.
+    """
+    if isinstance(mechanism, MixedAttention):
+        parts = [
+            _own_draws(part, given, len(given["heads"]), (*place, number))
+            for number, (part, given) in enumerate(zip(mechanism.mechanisms(), options["parts"], strict=True))
+        ]
+        return options | {"parts": parts}
     drawn = isinstance(mechanism, RandomFeatures) and next(mechanism.buffers(), None) is not None
     if not drawn and not isinstance(mechanism, FavorAttention):  # whose learned features begin at random too
-        return mechanism
-    own = {"num_heads": key_heads, **options, "seed": layer_seed(options.get("seed") or 0, layer)}
-    return make_mechanism(name, head_dim=head_dim, **own)
+        return options
+    return {"num_heads": key_heads, **options, "seed": derived_seed(options.get("seed") or 0, *place)}
 
 
 def layer_seed(seed: int, layer: int) -> int:

@@ -89,6 +89,13 @@ class Call:
             self if self.q.dtype == dtype else self.replace(q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
         )
 
+    def alone(self) -> "Call":
+        """With copies of q, k and v that are views of more: a part of `mixed` would keep all heads in memory."""
+        views = {
+            name: x for name in ("q", "k", "v") if (x := getattr(self, name)).untyped_storage().nbytes() > x.nbytes
+        }
+        return dataclasses.replace(self, **{name: x.clone() for name, x in views.items()}) if views else self
+
     def sequences(self, index: Tensor) -> "Call":
         """Some of the sequences of the batch."""
         tensors = {name: getattr(self, name) for name in ("q", "k", "v", "key_mask", "output")}

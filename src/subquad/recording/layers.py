@@ -6,16 +6,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from subquad.mechanism import Mechanism
+from subquad.mechanism import Mechanism, outermost
 from subquad.recording.calls import Call, Layer, Observe
 
 Forward = Callable[..., Tensor]
 
 
 def own_layers(model: nn.Module, kinds: type | tuple[type, ...]) -> list[Layer]:
-    """The mechanisms of these classes, in the order of the model's modules."""
-    named = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
-    return [Layer(name or module.name, module) for name, module in named if isinstance(module, Mechanism)]
+    """The mechanisms of these classes, in the order of the model's modules; parts of `mixed`, if it is none of them."""
+    return [Layer(name or mechanism.name, mechanism) for name, mechanism in outermost(model, kinds)]
 
 
 @contextmanager

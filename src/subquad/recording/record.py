@@ -90,7 +90,7 @@ class _Kept:
     def add(self, layer: Layer, call: Call) -> None:
         if layer.name in self.dropped:
             return
-        self.calls.setdefault(layer.name, []).append(call)
+        self.calls.setdefault(layer.name, []).append(call.alone())
         self.nbytes += call.nbytes
         while self.nbytes > self.memory and len(self.calls) > 1:
             last = next(name for name in reversed(self.calls) if name != self.needed)

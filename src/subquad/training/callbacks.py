@@ -21,6 +21,7 @@ from subquad.diagnostics.far_field import far_fields
 from subquad.diagnostics.uniform import useless_layers
 from subquad.errors import FeatureWarning
 from subquad.features.draws import derived_seed
+from subquad.mechanism import Mechanism
 from subquad.training.metrics import MetricsFile
 
 
@@ -51,7 +52,7 @@ class UpdateCentroids(TrainerCallback):
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.every and state.global_step % self.every == 0:
             model = kwargs["model"]
-            learners = [m for m in getattr(model, "module", model).mechanisms() if hasattr(m, "update")]
+            learners = [m for m in model.modules() if isinstance(m, Mechanism) and hasattr(m, "update")]
             self._hooks = [m.register_forward_pre_hook(self._look, with_kwargs=True) for m in learners]
 
     def _look(self, mechanism: Any, given: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -160,7 +160,9 @@ def _load_weights(model: SubquadForCausalLM | SubquadForMaskedLM, folder: Path) 
 
 
 def _same_mechanism(layer: SelfAttention, other: nn.Module) -> bool:
-    return type(layer.mechanism) is type(getattr(other, "mechanism", None))
+    """A mixed one must also have the same parts on the same heads."""
+    ours, theirs = layer.mechanism, getattr(other, "mechanism", None)
+    return type(ours) is type(theirs) and getattr(ours, "owners", None) == getattr(theirs, "owners", None)
 
 
 def build_optimizer(model: Any, options: TrainOptions) -> torch.optim.Optimizer:
