@@ -117,6 +117,7 @@ SPARSE = {
     "lsh": lambda length: {"num_buckets": even_root(length) ** 2, "hashes": 2, "bucket_size": 64, "rounds": 4},
     "cluster": lambda length: {"num_clusters": round(length**0.5), "bucket_size": 64},
     "strided": lambda length: {"stride": max(16, round(length**0.5 / 16) * 16)},
+    "pages": lambda _: {"pages": 16, "page": 16, "window": 128},
 }
 
 
@@ -154,7 +155,9 @@ def _sparse(name: str) -> Case:
     return Case(
         name,
         make,
-        directions=(False, True) if kind.supports_causal else (False,),
+        directions=tuple(
+            causal for causal in (False, True) if (kind.supports_causal if causal else kind.supports_bidirectional)
+        ),
         mechanism=partial(_attention, name, SPARSE[name](DECODE_OPTIONS)) if kind.supports_state else None,
     )
 

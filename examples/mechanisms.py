@@ -21,6 +21,7 @@ MODELS = {
     "lsh": {"attention_options": {"num_buckets": 16, "bucket_size": 32, "rounds": 2}},
     "cluster": {"attention_options": {"num_clusters": 16, "bucket_size": 32}},
     "strided": {"attention_options": {"stride": 32}},
+    "pages": {"attention_options": {"pages": 4, "page": 16, "window": 32}},
     # The paper's claim about FAVOR+: it goes with clusters and with reversible layers. And a Reformer.
     "favor in clusters": {
         "attention": "cluster",

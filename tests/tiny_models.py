@@ -27,6 +27,7 @@ NARROW: dict[str, dict[str, Any]] = {
     "lsh": {"num_buckets": 4, "bucket_size": 2, "rounds": 2},
     "cluster": {"num_clusters": 3, "bucket_size": 2},
     "strided": {"stride": 3},
+    "pages": {"pages": 1, "page": 2, "window": 2, "sinks": 1},
 }
 
 # Of `subquad train`.

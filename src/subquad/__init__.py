@@ -19,6 +19,7 @@ from subquad.mechanisms.identity import IdentityAttention
 from subquad.mechanisms.linear import LinearAttention
 from subquad.mechanisms.linformer import LinformerAttention
 from subquad.mechanisms.lsh import LshAttention
+from subquad.mechanisms.pages import PagesAttention
 from subquad.mechanisms.softmax import SoftmaxAttention
 from subquad.mechanisms.strided import StridedAttention
 from subquad.mechanisms.window import WindowAttention
@@ -40,6 +41,7 @@ __all__ = [
     "LinformerAttention",
     "LshAttention",
     "Mechanism",
+    "PagesAttention",
     "SoftmaxAttention",
     "State",
     "StridedAttention",

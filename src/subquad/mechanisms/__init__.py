@@ -11,6 +11,7 @@ from subquad.mechanisms.identity import IdentityAttention
 from subquad.mechanisms.linear import LinearAttention
 from subquad.mechanisms.linformer import LinformerAttention
 from subquad.mechanisms.lsh import LshAttention
+from subquad.mechanisms.pages import PagesAttention
 from subquad.mechanisms.softmax import SoftmaxAttention
 from subquad.mechanisms.strided import StridedAttention
 from subquad.mechanisms.window import WindowAttention
@@ -23,6 +24,7 @@ MECHANISMS: tuple[type[Mechanism], ...] = (
     LinformerAttention,
     WindowAttention,
     StridedAttention,
+    PagesAttention,
     LshAttention,
     ClusterAttention,
 )
