@@ -361,6 +361,13 @@ MECHANISMS = (
         "tests/mechanisms/test_pages.py -k stored_once",
     ),
     Mutant(
+        "pages: every step copies all stored pages",
+        "mechanisms/pages_state.py",
+        "x[:, :, :most].contiguous() for x in",
+        "x[:, :, :most] for x in",
+        "tests/mechanisms/test_pages.py -k costs_the_same",
+    ),
+    Mutant(
         "pages: a full line is written over",
         "mechanisms/pages_state.py",
         "(_waiting(options, state) == options.room).any()",

@@ -139,15 +139,11 @@ def _stored(options: PagesOptions, state: PagesState, line_k: Tensor, line_v: Te
     slots = slots_of(left, left < total, line_k.shape[2])
     stored = state.stored + done[:, 0]
     most = int(stored.max())
-    return state._replace(
-        stored=stored,
-        page_k=state.page_k[:, :, :most],
-        page_v=state.page_v[:, :, :most],
-        high=state.high[:, :, :most],
-        low=state.low[:, :, :most],
-        wait_k=unpack(line_k, slots),
-        wait_v=unpack(line_v, slots),
+    page_k, page_v, high, low = (  # side by side, as every step reads them
+        x[:, :, :most].contiguous() for x in (state.page_k, state.page_v, state.high, state.low)
     )
+    waiting = (unpack(x, slots) for x in (line_k, line_v))
+    return PagesState(state.length, stored, state.sink_k, state.sink_v, page_k, page_v, high, low, *waiting)
 
 
 def _keys(options: PagesOptions, state: PagesState) -> Keys:
