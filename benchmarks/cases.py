@@ -127,6 +127,7 @@ SPARSE = {
     "cluster": lambda shape: {"num_clusters": round(shape.length**0.5), "bucket_size": 64},
     "strided": lambda shape: {"stride": max(16, round(shape.length**0.5 / 16) * 16)},
     "mixed": lambda shape: {"parts": halves(shape.heads)},
+    "pages": lambda _: {"pages": 16, "page": 16, "window": 128},
 }
 
 
@@ -164,7 +165,9 @@ def _sparse(name: str) -> Case:
     return Case(
         name,
         partial(Ours, partial(_attention, name, SPARSE[name])),
-        directions=(False, True) if kind.supports_causal else (False,),
+        directions=tuple(
+            causal for causal in (False, True) if (kind.supports_causal if causal else kind.supports_bidirectional)
+        ),
         mechanism=decoding if kind.supports_state else None,
     )
 

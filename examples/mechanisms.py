@@ -23,6 +23,7 @@ MODELS = {
     "cluster": {"attention_options": {"num_clusters": 16, "bucket_size": 32}},
     "strided": {"attention_options": {"stride": 32}},
     "mixed": {"attention_options": {"parts": [FAVOR, {"attention": "softmax", "heads": [1]}]}},
+    "pages": {"attention_options": {"pages": 4, "page": 16, "window": 32}},
     # The paper's claim about FAVOR+: it goes with clusters and with reversible layers. And a Reformer.
     "favor in clusters": {
         "attention": "cluster",

@@ -50,6 +50,7 @@ OPTIONS_OF: dict[str, tuple[dict[str, Any], ...]] = {
     "strided": ({"stride": 3}, {"stride": 4, "pattern": "fixed", "summary": 2}),
     "lsh": ({"num_buckets": 4, "bucket_size": 2, "rounds": 2},),
     "cluster": ({"num_clusters": 3, "bucket_size": 2}, {"num_clusters": 3, "inside": "favor", "num_features": 8}),
+    "pages": ({"pages": 2, "page": 2, "window": 4, "sinks": 1}, {"pages": 1, "page": 3, "window": 0, "sinks": 0}),
     "linformer": ({"rank": 4, "max_length": 24}, {"rank": 4, "max_length": 24, "projection": "mean"}),
     "mixed": (
         {"parts": [{"attention": "favor", "heads": [0, 2], "near": 4}, {"attention": "softmax", "heads": [1]}]},
@@ -148,7 +149,7 @@ class Caller(Operators):
         case = self.case()
         given = self.spoil({name: case.tensors[name] for name in ("q", "k", "key_mask")})
         rows = self.rng.choice((None, None, torch.tensor([0]), torch.tensor([99]), torch.tensor([-1]), [0], 1.5))
-        causal = case.causal and case.mechanism.supports_causal
+        causal = (case.causal and case.mechanism.supports_causal) or not case.mechanism.supports_bidirectional
         options = {"causal": causal, "key_mask": given["key_mask"], "rows": rows}
         got = case.mechanism.attention_matrix(given["q"], given["k"], **options)
         if got.is_meta:

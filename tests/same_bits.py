@@ -27,6 +27,7 @@ from subquad import FavorAttention, LinearAttention, Mechanism
 from subquad.kernels.cpu import library
 from subquad.models import SubquadConfig, SubquadForCausalLM, SubquadForMaskedLM
 from subquad.testing import make_inputs
+from subquad.testing.judging import directions
 from tiny_models import NARROW, SMALL, favor_and_softmax, random_ids
 
 D, LENGTH, LONG = 8, 150, 2100  # long: tokens from which on far fields have centres
@@ -49,6 +50,7 @@ def one_engine() -> dict[str, Make]:
         "cluster of favor": make("cluster", head_dim=D, num_clusters=4, inside="favor", num_features=8, num_heads=2),
         "strided": make("strided", head_dim=D, stride=6),
         "strided, fixed": make("strided", head_dim=D, stride=8, pattern="fixed", summary=2),
+        "pages": make("pages", head_dim=D, pages=3, page=4, window=8, sinks=2),
         "linformer": make("linformer", head_dim=D, rank=6, max_length=LENGTH, num_heads=2),
         "mixed": make("mixed", head_dim=D, **favor_and_softmax(3)),
     }
@@ -87,7 +89,7 @@ def calls() -> Iterator[tuple[str, Callable[[], dict[str, Tensor]]]]:
     for name, make in mechanisms().items():
         for dtype in DTYPES[::2] if ", cpu" in name else DTYPES:  # C++ knows no float64, and float16 as bfloat16
             kinds = [None, *(kind for kind in ("right", "left") if kind in make().mask_kinds)]
-            for causal in [False, True] if make().supports_causal else [False]:
+            for causal in directions(make()):
                 for kind in kinds:
                     how = f"{name}, {str(dtype)[6:]}, {'causal' if causal else 'bidirectional'}, padded {kind}"
                     yield how, functools.partial(attend, make, dtype, causal, kind)

@@ -10,6 +10,7 @@ from subquad import (
     LinearAttention,
     LshAttention,
     Mechanism,
+    PagesAttention,
     StridedAttention,
     WindowAttention,
 )
@@ -18,6 +19,7 @@ from subquad.kernels.cpu import library
 from subquad.nn import ShortConvolution
 from subquad.testing import make_inputs
 from subquad.testing.inputs import gradients, make_mask
+from subquad.testing.judging import directions
 
 MECHANISMS: tuple[Mechanism, ...] = (
     FavorAttention(7, 37, near=8, sinks=2, backend="cpu"),
@@ -32,6 +34,8 @@ MECHANISMS: tuple[Mechanism, ...] = (
     LinearAttention(7, feature_map="exp", backend="cpu"),
     WindowAttention(7, window=8, dilation=2, global_tokens=2),
     StridedAttention(17, stride=6),
+    PagesAttention(7, 2, page=4, window=4, sinks=3),
+    PagesAttention(32, 3, page=3, window=0, sinks=0),
     LshAttention(7, num_buckets=4, bucket_size=5, rounds=2),
     ClusterAttention(16, num_clusters=3, bucket_size=5, num_heads=2),
 )
@@ -66,13 +70,15 @@ def main() -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        for mechanism, length, causal in itertools.product(MECHANISMS, (1, 2, 33, 150), (False, True)):
-            run(mechanism, length, causal, torch.float32, 1.0)
+        for mechanism, length in itertools.product(MECHANISMS, (1, 2, 33, 150)):
+            for causal in directions(mechanism):
+                run(mechanism, length, causal, torch.float32, 1.0)
         for mechanism, dtype in itertools.product(MECHANISMS, dtypes):
             run(mechanism, 40, True, dtype, 1.0)
             run(mechanism, 70, True, torch.float32, 30.0)
-        for mechanism, causal, batch in itertools.product(MECHANISMS, (False, True), (1, 3)):
-            run_long(mechanism, causal, batch)
+        for mechanism, batch in itertools.product(MECHANISMS, (1, 3)):
+            for causal in directions(mechanism):
+                run_long(mechanism, causal, batch)
         for length, channels, causal in itertools.product((1, 2, 513, 1025), (1, 7, 16, 40), (False, True)):
             run_convolution(length, channels, causal)
     print("all cases done")

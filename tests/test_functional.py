@@ -13,9 +13,11 @@ from subquad import (
     LinearAttention,
     LshAttention,
     Mechanism,
+    PagesAttention,
     SoftmaxAttention,
     StridedAttention,
     WindowAttention,
+    errors,
     functional,
 )
 
@@ -44,6 +46,8 @@ ALIKE: dict[str, tuple[Function, Callable[..., Mechanism], dict[str, Any]]] = {
     "window, dilated": (functional.window_attention, WindowAttention, {"window": 4, "dilation": [1, 3], "scale": 0.9}),
     "strided": (functional.strided_attention, StridedAttention, {"stride": 7}),
     "strided, fixed": (functional.strided_attention, StridedAttention, {"stride": 8, "pattern": "fixed", "summary": 3}),
+    "pages": (functional.pages_attention, PagesAttention, {"pages": 2, "page": 4, "window": 8}),
+    "pages, defaults": (functional.pages_attention, PagesAttention, {}),
     "lsh": (functional.lsh_attention, LshAttention, {"bucket_size": 8}),
     "cluster": (functional.cluster_attention, ClusterAttention, {"bucket_size": 8}),
 }
@@ -60,5 +64,10 @@ def test_a_function_is_its_module(name: str, causal: bool, padded: bool) -> None
     mechanism = make(D, **options, **drawn)
     q, k, v = torch.randn(2, 4, 300, D), *torch.randn(2, 2, 2, 300, D)
     mask = torch.arange(300) < torch.tensor([[300], [170]]) if padded else None
+    if not causal and not mechanism.supports_bidirectional:
+        for call in (mechanism, function):
+            with pytest.raises(errors.ConfigError, match=f"^{mechanism.name}: can only be causal"):
+                call(q, k, v, key_mask=mask)
+        return
     want = mechanism(q, k, v, causal=causal, key_mask=mask)
     assert torch.equal(function(q, k, v, *tensors_of(mechanism), causal=causal, key_mask=mask, **options), want)

@@ -63,9 +63,9 @@ EAGER = {"waiting", "errors", "checks", "features", "kernels", "mechanism", "mec
 
 PUBLIC = {
     "MECHANISMS ClusterAttention FavorAttention FeatureMap IdentityAttention LinearAttention "
-    "LinformerAttention LshAttention Mechanism MixedAttention SoftmaxAttention State StridedAttention "
-    "SubquadError WindowAttention attention calibrate diagnose draw_feature_map errors features functional load "
-    "reorder_state state_bytes"
+    "LinformerAttention LshAttention Mechanism MixedAttention PagesAttention SoftmaxAttention State StridedAttention "
+    "SubquadError WindowAttention attention calibrate diagnose draw_feature_map errors features functional "
+    "load reorder_state state_bytes"
 }
 
 

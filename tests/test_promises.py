@@ -13,6 +13,7 @@ from subquad import (
     LinearAttention,
     LshAttention,
     Mechanism,
+    PagesAttention,
     SoftmaxAttention,
     StridedAttention,
     WindowAttention,
@@ -104,6 +105,7 @@ FAST = {
     **{f"linear, {phi}": LinearAttention(8, feature_map=phi) for phi in ("elu1", "relu", "softplus", "relu2", "exp")},
     "window": WindowAttention(8, window=8),
     "strided": StridedAttention(8, stride=8),
+    "pages": PagesAttention(8, 2, page=4, window=8),
     "lsh": LshAttention(8, bucket_size=8),
     "cluster": ClusterAttention(8, num_clusters=4),
 }

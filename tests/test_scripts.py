@@ -41,8 +41,8 @@ def test_benchmark_in_miniature(tmp_path: Path) -> None:
     assert report["machine"]["torch"] == torch.__version__
     assert "decode, context 70" in done.stdout
     rows = growth(output, tmp_path / "growth.png")
-    for name in ("sdpa", "window", "linformer", "lsh", "cluster", "strided"):
-        assert rows.count(f"| {name} |") == (2 if name == "linformer" else 4)  # modes, directions
+    for name in ("sdpa", "window", "linformer", "lsh", "cluster", "strided", "pages"):
+        assert rows.count(f"| {name} |") == (2 if name in ("linformer", "pages") else 4)  # modes, directions
     assert (tmp_path / "growth.png").stat().st_size > 0
 
 

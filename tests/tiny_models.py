@@ -35,6 +35,7 @@ NARROW: dict[str, dict[str, Any]] = {
     "cluster": {"num_clusters": 3, "bucket_size": 2},
     "strided": {"stride": 3},
     "mixed": favor_and_softmax(SMALL["num_key_value_heads"]),
+    "pages": {"pages": 1, "page": 2, "window": 2, "sinks": 1},
 }
 NEEDED = {"mixed": NARROW["mixed"]}  # options without which there is no mechanism
 

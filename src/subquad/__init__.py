@@ -20,6 +20,7 @@ from subquad.mechanisms.linear import LinearAttention
 from subquad.mechanisms.linformer import LinformerAttention
 from subquad.mechanisms.lsh import LshAttention
 from subquad.mechanisms.mixed import MixedAttention
+from subquad.mechanisms.pages import PagesAttention
 from subquad.mechanisms.softmax import SoftmaxAttention
 from subquad.mechanisms.strided import StridedAttention
 from subquad.mechanisms.window import WindowAttention
@@ -42,6 +43,7 @@ __all__ = [
     "LshAttention",
     "Mechanism",
     "MixedAttention",
+    "PagesAttention",
     "SoftmaxAttention",
     "State",
     "StridedAttention",

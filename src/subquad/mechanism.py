@@ -28,12 +28,14 @@ class Mechanism(nn.Module, ABC):
 
     # Facts of a class; of an instance where they depend on its options, as in `mixed`.
     supports_causal: bool = True
+    supports_bidirectional: bool = True
     supports_state: bool = True
     state_grows: bool = False
     float32_floor: float = 2**-23  # error that float32 outputs may have where the definition has less
     of_inner_products: bool = True  # weights are, or estimate, functions of q.k
     mask_kinds: tuple[str, ...] = ("right", "left", "holes")  # where a key_mask may have padding
     why_not_causal: str = "every output depends on all tokens"
+    why_not_bidirectional: str = "no output depends on a later token"
     cross_attention_advice: str = ""  # ends the error of a positional mechanism that gets T != S
 
     head_dim: int
@@ -108,6 +110,8 @@ class Mechanism(nn.Module, ABC):
         if causal and not self.supports_causal:
             raise checks.cannot_be_causal(self.name, self.why_not_causal)
         checks.causal_lengths(self.name, causal, q, k)
+        if not causal and not self.supports_bidirectional:
+            raise checks.only_causal(self.name, self.why_not_bidirectional)
         if self.positional:
             checks.self_attention(self.name, q, k, self.cross_attention_advice)
         checks.key_mask(self.name, key_mask, k)

@@ -24,6 +24,7 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "linear": {},
     "window": {"window": 4},
     "strided": {"stride": 2},
+    "pages": {"pages": 1, "page": 2, "window": 2, "sinks": 1},
     "lsh": {"num_buckets": 4, "bucket_size": 4, "rounds": 1},
     "cluster": {"num_clusters": 4, "bucket_size": 4},
     "mixed": {},  # by the key heads of the model

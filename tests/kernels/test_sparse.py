@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from subquad import ClusterAttention, LshAttention, StridedAttention, WindowAttention, errors
+from subquad import ClusterAttention, LshAttention, PagesAttention, StridedAttention, WindowAttention, errors
 from subquad.kernels import engines
 from subquad.kernels.cpu import library
 from subquad.kernels.sparse import native
@@ -41,6 +41,10 @@ CASES: dict[str, tuple[Sizes, Bounds]] = {
     "one place": (Sizes(4, 20, 5, 16, 3), Bounds(3, 3)),
     "rounds": (Sizes(6, 40, 9, 20, 4, rounds=3), Bounds(1, code_low=0, code_high=1, round=2, skip_self=True)),
     "an early round": (Sizes(6, 40, 9, 20, 4, rounds=2), Bounds(code_low=-1, code_high=1, round=0)),
+    "one row": (Sizes(40, 1, 50, 16, 5, 64, 64), Bounds(0)),
+    "one row of odd sizes": (Sizes(9, 1, 7, 5, 3, 37, 19), Bounds(-10, 20, skip_self=True)),
+    "one row in rounds": (Sizes(30, 1, 9, 20, 4, 80, 8, rounds=2), Bounds(1, code_low=0, code_high=1, round=1)),
+    "one row that sees nothing": (Sizes(3, 1, 4, 8, 2), Bounds(UNLIMITED - 1)),
     "nothing is seen": (Sizes(3, 9, 4, 8, 2), Bounds(UNLIMITED - 1)),
 }
 
@@ -115,9 +119,13 @@ def test_tiles_may_share_all_blocks_or_none() -> None:
         assert all(map(torch.equal, found[1], found[2])), "for a number of threads they are the same bits every time"
 
 
-def test_large_logits_keep_their_digits() -> None:
+rows_of_a_tile = pytest.mark.parametrize("rows", [20, 1])
+
+
+@rows_of_a_tile
+def test_large_logits_keep_their_digits(rows: int) -> None:
     """Beside a log-normaliser of 1e4 a float32 has none left; these logits are exact, and differ by little."""
-    inputs, pairs, grads = problem(Sizes(4, 20, 5, 16, 3), alike=False)
+    inputs, pairs, grads = problem(Sizes(4, rows, 5, 16, 3), alike=False)
     q, k = ((8 * x).round() / 8 for x in (inputs.q, inputs.k))
     q[..., 0] = k[..., 0] = 100
     inputs = inputs._replace(q=q, k=k)
@@ -131,9 +139,10 @@ def test_large_logits_keep_their_digits() -> None:
     assert_close(got.v, wants.v, 1e-6, "dv")
 
 
+@rows_of_a_tile
 @pytest.mark.parametrize("size", [1e19, 2e38])
-def test_hidden_keys_may_hold_anything_finite(size: float) -> None:
-    inputs, pairs, grads = problem(Sizes(4, 20, 5, 16, 3), alike=False)
+def test_hidden_keys_may_hold_anything_finite(size: float, rows: int) -> None:
+    inputs, pairs, grads = problem(Sizes(4, rows, 5, 16, 3), alike=False)
     hidden = pairs.k_place > 20
     huge = inputs._replace(
         k=inputs.k.masked_fill(hidden[..., None], size), v=inputs.v.masked_fill(hidden[..., None], size)
@@ -161,12 +170,29 @@ def test_nan_reaches_rows_that_see_it() -> None:
             assert out.isnan().all(-1).tolist() == [reached]
 
 
-def test_normalisers_beyond_float32_leave_no_weight() -> None:
+def test_nan_and_large_keys_reach_a_row_of_its_own() -> None:
+    inputs, pairs, grads = problem(Sizes(3, 1, 4, 8, 2), alike=True)
+    pairs = Pairs(torch.zeros(3, 1, dtype=torch.int64), torch.zeros(1).int(), torch.zeros(8).int())
+    spoiled = inputs.k.clone()
+    spoiled[0, 3] = torch.nan
+    assert bool(native.forward(inputs._replace(k=spoiled), pairs, Bounds(), 0.3)[0].isnan().all())
+    large = inputs._replace(k=1e30 * inputs.k)  # logits are kept within what float32 holds
+    found = []
+    for engine in (native, reference):
+        out, log_normaliser = engine.forward(large, pairs, Bounds(), 0.3)
+        back = engine.backward(large, pairs, Bounds(), 0.3, out, log_normaliser, grads)
+        found.append([out, back.v])
+    for got, want in zip(*found, strict=True):
+        assert_close(got, want, 1e-6)
+
+
+@rows_of_a_tile
+def test_normalisers_beyond_float32_leave_no_weight(rows: int) -> None:
     """Those of tokens with themselves, which buckets add in float64, may be larger than any logit of a tile."""
-    inputs, pairs, grads = problem(Sizes(3, 9, 4, 8, 2), alike=False)
+    inputs, pairs, grads = problem(Sizes(3, rows, 4, 8, 2), alike=False)
     out, log_normaliser = native.forward(inputs, pairs, Bounds(), 0.3)
     for size in (1e39, -1e39, torch.inf):
-        log_normaliser[0, 3] = size
+        log_normaliser[0, -1] = size
         exact = Inputs(*(x.double() for x in inputs))
         without = log_normaliser.masked_fill(log_normaliser.abs() > 1e38, torch.inf)
         want = reference.backward(exact, pairs, Bounds(), 0.3, out.double(), without, (grads[0].double(), grads[1]))
@@ -188,6 +214,7 @@ MECHANISMS = {
     "window": WindowAttention(8, window=20, global_tokens=2),
     "strided": StridedAttention(8, stride=7),
     "lsh": LshAttention(8, num_buckets=4, bucket_size=8, rounds=2),
+    "pages": PagesAttention(8, 2, page=4, window=8),
     "cluster": ClusterAttention(8, num_clusters=4, bucket_size=8, num_heads=2),
 }
 
@@ -198,10 +225,10 @@ def test_mechanisms_run_on_it(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(native, "forward", lambda *args, run=native.forward: called.append("forward") or run(*args))
     monkeypatch.setattr(native, "backward", lambda *args, run=native.backward: called.append("backward") or run(*args))
     q, k, v = torch.randn(3, 1, 2, 60, 8)
-    MECHANISMS[name](q.requires_grad_(), k, v).sum().backward()
+    MECHANISMS[name](q.requires_grad_(), k, v, causal=True).sum().backward()
     assert {"forward", "backward"} == set(called)
     called.clear()
-    MECHANISMS[name].double()(q.double(), k.double(), v.double())
+    MECHANISMS[name].double()(q.double(), k.double(), v.double(), causal=True)
     assert not called
     MECHANISMS[name].float()
 

@@ -6,7 +6,7 @@ The torch engine in all precisions; `kernels/test_cpu.py` does the same for the 
 import torch
 
 from fitted import fitted
-from subquad import FavorAttention, IdentityAttention, LinearAttention, Mechanism, SoftmaxAttention
+from subquad import FavorAttention, IdentityAttention, LinearAttention, Mechanism, PagesAttention, SoftmaxAttention
 from subquad.testing import Check, parametrize_contract
 
 D = 6
@@ -101,6 +101,12 @@ class PerQueryHead(FavorAttention):
         "favor-trigonometric-gaussian": lambda: FavorAttention(
             D, 16, backend="torch", near=0, sinks=0, estimator="trigonometric", kernel="gaussian", num_heads=2
         ),
+        "pages": lambda: PagesAttention(D, 2, page=4, window=8, sinks=2),
+        "pages-one-of-one": lambda: PagesAttention(D, 1, page=1, window=0, sinks=0, scale=0.7),
+        "pages-odd": lambda: PagesAttention(D, 3, page=3, window=3, sinks=5),
+        "pages-none": lambda: PagesAttention(D, 0, page=4, window=4, sinks=1),
+        "pages-all": lambda: PagesAttention(D, 100, page=2, window=2, sinks=0),
+        "pages-one-page": lambda: PagesAttention(D, 2, page=40, window=0, sinks=3),
     }
 )
 def test_contract(mechanism: Mechanism, check: Check) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from subquad import Mechanism, attention
+from subquad.testing.judging import directions
 
 COSTS = Path(__file__).parent / "costs.txt"
 TORCH = "2.13"  # others do the same in other operations
@@ -38,6 +39,7 @@ MECHANISMS: dict[str, Make] = {
             {"attention": "linear", "heads": [0], "backend": "torch"},
         ],
     ),
+    "pages": lambda: attention("pages", head_dim=D, pages=3, page=8, window=16, sinks=2),
     "strided, fixed": lambda: attention("strided", head_dim=D, stride=16, pattern="fixed", summary=2),
 }
 
@@ -59,7 +61,7 @@ def cost(run: Callable[[], object]) -> str:
 def costs(name: str) -> list[str]:
     mechanism, tensors = MECHANISMS[name](), inputs()
     lines = []
-    for causal in (False, True) if mechanism.supports_causal else (False,):
+    for causal in directions(mechanism):
         direction = "causal" if causal else "bidirectional"
         mechanism(*tensors, causal=causal).sum().backward()  # what is made once
         out = mechanism(*tensors, causal=causal)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from processes import OPTIONS, quiet_train
 from subquad import MECHANISMS, Mechanism, attention
 from subquad.cli import main
-from subquad.kernels.sparse import bands, bucket_operator, lines
+from subquad.kernels.sparse import bands, bucket_operator, choice, choice_operator, lines, pages
 from subquad.kernels.sparse import torch as sparse
 from subquad.mechanisms import buckets as bucket_mechanisms
 from subquad.models import SubquadForCausalLM
@@ -100,9 +100,10 @@ GROWING = {  # options for a length; the exponent of the length that the cost is
     "lsh": (lambda _: {"num_buckets": 8, "bucket_size": 16, "rounds": 2}, 1.0),
     "cluster": (lambda _: {"num_clusters": 8, "bucket_size": 16}, 1.0),
     "strided": (lambda length: {"stride": round(length**0.5)}, 1.5),
+    "pages": (lambda length: {"pages": 2, "page": round(length**0.5), "window": round(length**0.5)}, 1.5),
     "strided-fixed": (lambda length: {"stride": round(length**0.5), "pattern": "fixed", "summary": 1}, 1.5),
 }
-DIRECTIONS = [case for case in product(GROWING, [False, True]) if case != ("linformer", True)]
+DIRECTIONS = [case for case in product(GROWING, [False, True]) if case not in (("linformer", True), ("pages", False))]
 
 
 class Largest(TorchDispatchMode):
@@ -131,8 +132,13 @@ def open_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     def buckets_in_the_open(*args: Any, options: Any) -> Any:
         return bucket_operator._forward(*args, *options)[0]
 
-    for module in (bands, lines):
+    def choose_in_the_open(q: Any, high: Any, low: Any, *rest: Any) -> Any:
+        return choice.choose(q, choice.Extremes(high, low), *rest)
+
+    for module in (bands, lines, pages):
         monkeypatch.setattr(module, "sparse_attention", in_the_open)
+    monkeypatch.setattr(choice_operator, "choose_pages", choose_in_the_open)
+    monkeypatch.setattr(choice, "BOUNDS_AT_ONCE", 1 << 12)
     monkeypatch.setattr(bucket_mechanisms, "bucket_attention", buckets_in_the_open)
     monkeypatch.setattr(bucket_mechanisms, "PRODUCTS_AT_ONCE", 1 << 12)
     monkeypatch.setattr(sparse, "PAIRS_AT_ONCE", 1 << 12)
@@ -168,7 +174,7 @@ def test_nothing_as_large_as_all_pairs_is_made(name: str, masked: bool) -> None:
         mechanism, q = attended(name, length)
         mask = torch.arange(length)[None] < length - 7 if masked else None
         with Largest() as largest:
-            mechanism(q, q, q, key_mask=mask)
+            mechanism(q, q, q, causal=not mechanism.supports_bidirectional, key_mask=mask)
         sizes.append(largest.elements)
     assert sizes[1] < 4096**2 / 16
     assert sizes[1] <= 4.5 * sizes[0]

@@ -34,12 +34,19 @@ def mechanisms(draw: st.DrawFn) -> Mechanism:
 @st.composite
 def sparse(draw: st.DrawFn) -> Mechanism:
     """Those that look at some of the keys."""
-    name = draw(st.sampled_from(["window", "lsh", "cluster", "strided"]))
+    name = draw(st.sampled_from(["window", "lsh", "cluster", "strided", "pages"]))
     small, pattern = st.integers(1, 9), draw(st.sampled_from(["strided", "fixed"]))
+    page = draw(small)
     options: dict[str, dict[str, object]] = {
         "window": {"window": 2 * draw(small), "dilation": draw(small), "global_tokens": draw(st.integers(0, 3))},
         "lsh": {"num_buckets": 2 * draw(small), "bucket_size": draw(small), "rounds": draw(st.integers(1, 3))},
         "cluster": {"num_clusters": draw(small), "bucket_size": draw(small)},
+        "pages": {
+            "pages": draw(small) - 1,
+            "page": page,
+            "window": page * draw(st.integers(0, 3)),
+            "sinks": draw(small),
+        },
         "strided": {"stride": draw(small), "pattern": pattern, "summary": 1 if pattern == "fixed" else None},
     }
     return attention(name, head_dim=draw(DIMS), **options[name])
@@ -66,6 +73,7 @@ def cases(draw: st.DrawFn) -> tuple[Mechanism, list[Tensor], Tensor | None]:
 @given(cases(), st.booleans())
 def test_forward_and_gradients(case: tuple[Mechanism, list[Tensor], Tensor | None], causal: bool) -> None:
     mechanism, tensors, mask = case
+    causal = causal or not mechanism.supports_bidirectional
     leaves = [t.requires_grad_() for t in tensors]
     got = mechanism(*leaves, causal=causal, key_mask=mask)
     want = mechanism.reference(*leaves, causal=causal, key_mask=mask)
@@ -108,7 +116,7 @@ def test_padding_moves_nothing(case: tuple[Mechanism, list[Tensor], Tensor | Non
     padded = [t.new_full((*t.shape[:2], length + holes, t.shape[3]), 3.0) for t in tensors]
     for target, source in zip(padded, tensors, strict=True):
         target[:, :, real] = source
-    causal = data.draw(st.booleans())
+    causal = data.draw(st.booleans()) or not mechanism.supports_bidirectional
     got = mechanism(*padded, causal=causal, key_mask=mask)[:, :, real]
     assert_close(got, mechanism(*tensors, causal=causal), 1e-9, f"{holes} holes, causal={causal}")
 

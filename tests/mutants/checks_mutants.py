@@ -116,6 +116,28 @@ CHECKS = (
         "mask = mask[:, :new].bool()",
         "tests/models/test_models.py -k 'generation_with_cache or piece_by_piece'",
     ),
+    Mutant(
+        "pages: a masked model may have them",
+        "checks/models.py",
+        "        if not mechanism.supports_bidirectional:\n",
+        "        if False:\n",
+        "tests/mechanisms/test_pages.py -k errors",
+    ),
+    # checks/pages.py
+    Mutant(
+        "pages: the window ends within a page",
+        "checks/pages.py",
+        'if count("pages", "window", value, minimum=0) % page:',
+        'if count("pages", "window", value, minimum=0) % 1:',
+        "tests/mechanisms/test_pages.py -k errors",
+    ),
+    Mutant(
+        "pages: a state may say that more waits than there is room",
+        "checks/pages.py",
+        "if not 0 <= waiting <= room:",
+        "if not 0 <= waiting:",
+        "tests/kernels/cpu/test_gate.py -k contradict",
+    ),
     # checks/runs.py
     Mutant(
         "records: a changed run.json is believed",

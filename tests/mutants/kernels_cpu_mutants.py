@@ -735,6 +735,78 @@ KERNELS_CPU = (
         "if (b % tasks != 0 || task) continue;",
         "tests/kernels/test_sparse.py",
     ),
+    # kernels/cpu/src/choice.hpp
+    Mutant(
+        "pages: C++ takes the largest keys for negative queries too",
+        "kernels/cpu/src/choice.hpp",
+        "(2 * d + (q[d] < 0)) * BOUNDS",
+        "2 * d * BOUNDS",
+        "tests/kernels/test_choice.py",
+    ),
+    Mutant(
+        "pages: C++ puts later ones of equal pages in front",
+        "kernels/cpu/src/choice.hpp",
+        "at > 0 && best_[at - 1] < bounds[p]; --at",
+        "at > 0 && best_[at - 1] <= bounds[p]; --at",
+        "tests/kernels/test_choice.py -k ties",
+    ),
+    Mutant(
+        "pages: C++ overlooks pages beside better ones",
+        "kernels/cpu/src/choice.hpp",
+        "for (int j = 0; j < 4; ++j) above |= load(bounds + j * DLANES) > limits;",
+        "for (int j = 0; j < 3; ++j) above |= load(bounds + j * DLANES) > limits;",
+        "tests/kernels/test_choice.py",
+    ),
+    Mutant(
+        "pages: C++ reads candidates that there are not",
+        "kernels/cpu/src/choice.hpp",
+        "std::min<int64_t>(candidates, c.pages)",
+        "std::min<int64_t>(candidates, c.pages + 1)",
+        "tests/kernels/test_choice.py -k candidates",
+    ),
+    Mutant(
+        "pages: C++ takes the candidates of the first sequence",
+        "kernels/cpu/src/choice.hpp",
+        "c.candidates[line / (c.lines / c.rows) * c.length",
+        "c.candidates[0 * c.length",
+        "tests/kernels/test_choice.py",
+    ),
+    # kernels/cpu/src/sparse_row.hpp
+    Mutant(
+        "a row of its own weighs places behind the last key",
+        "kernels/cpu/src/sparse_row.hpp",
+        "    std::fill(to + count, to + padded_count(), -INFINITE);\n",
+        "",
+        "tests/kernels/test_sparse.py",
+    ),
+    Mutant(
+        "large logits of a row of its own lose their digits in the backward",
+        "kernels/cpu/src/sparse_row.hpp",
+        "low = sees ? float(normaliser - double(high)) : 0;",
+        "low = 0;",
+        "tests/kernels/test_sparse.py",
+    ),
+    Mutant(
+        "normalisers of a row of its own beyond float32 are NaN",
+        "kernels/cpu/src/sparse_row.hpp",
+        "!(std::fabs(normaliser) > double(std::numeric_limits<float>::max()))",
+        "normaliser != -double(INFINITE)",
+        "tests/kernels/test_sparse.py",
+    ),
+    Mutant(
+        "keys of a row of its own may overflow",
+        "kernels/cpu/src/sparse_row.hpp",
+        "limit_(logit_limit(D))",
+        "limit_(INFINITE)",
+        "tests/kernels/test_sparse.py",
+    ),
+    Mutant(
+        "a row of its own sees keys that are not there",
+        "kernels/cpu/src/sparse_row.hpp",
+        "(!s.alive || s.alive[key]) && masks_",
+        "masks_",
+        "tests/kernels/test_sparse.py",
+    ),
     # kernels/cpu/plain_step.py
     Mutant(
         "a plain step forgets forward-mode derivatives",

@@ -90,6 +90,42 @@ KERNELS_SPARSE = (
         "options",
         "tests/kernels/cpu/test_gate.py -k 'tiles_beyond'",
     ),
+    # kernels/sparse/choice.py
+    Mutant(
+        "pages: bounds are summed in float32",
+        "kernels/sparse/choice.py",
+        "count, dtype = extremes.high.shape[2], log_dtype(q)",
+        "count, dtype = extremes.high.shape[2], q.dtype",
+        "tests/kernels/test_choice.py -k near_ties",
+    ),
+    Mutant(
+        "pages: the smallest keys do not count in a bound",
+        "kernels/sparse/choice.py",
+        "halves = torch.cat([q.relu(), (-q).relu()], -1)",
+        "halves = torch.cat([q.relu(), 0 * q], -1)",
+        "tests/mechanisms/test_pages.py -k 'definition_says or upper_bounds'",
+    ),
+    Mutant(
+        "pages: ties go where topk sends them",
+        "kernels/sparse/choice.py",
+        "if bool(((last == next_one) & (next_one > -torch.inf)).any()):",
+        "if False:",
+        "tests/kernels/test_choice.py -k 'ties_go or many'",
+    ),
+    Mutant(
+        "pages: all pages are candidates",
+        "kernels/sparse/choice.py",
+        "bounds = bounds.masked_fill_(place >= candidates, -torch.inf)",
+        "pass",
+        "tests/mechanisms/test_pages.py -k 'definition_says'",
+    ),
+    Mutant(
+        "pages: a choice has a gradient",
+        "kernels/sparse/choice.py",
+        "@torch.no_grad()\ndef extremes",
+        "def extremes",
+        "tests/mechanisms/test_pages.py -k no_gradient",
+    ),
     # kernels/sparse/groups.py
     Mutant(
         "buckets: a tile that is not full ends its code",
@@ -112,6 +148,28 @@ KERNELS_SPARSE = (
         "- back).clamp(0, tiles - width)",
         "- back + 1).clamp(0, tiles - width)",
         "tests/mechanisms/test_strided.py -k 'many_tiles'",
+    ),
+    # kernels/sparse/pages.py
+    Mutant(
+        "pages: sinks that there are not are seen",
+        "kernels/sparse/pages.py",
+        "torch.where(sink < sinks, 0, ABSENT_KEY)",
+        "torch.zeros_like(sink)",
+        "tests/mechanisms/test_contract.py -k 'pages and forward_equals'",
+    ),
+    Mutant(
+        "pages: chosen pages are counted from the sinks",
+        "kernels/sparse/pages.py",
+        "behind_sinks = chosen.flatten(2, 3) + -(-sinks // page)",
+        "behind_sinks = chosen.flatten(2, 3)",
+        "tests/mechanisms/test_pages.py -k definition_says",
+    ),
+    Mutant(
+        "pages: a page before the first is the last of another head",
+        "kernels/sparse/pages.py",
+        "torch.where(before >= 0, front + before, count)",
+        "front + before",
+        "tests/mechanisms/test_contract.py -k 'pages and forward_equals'",
     ),
     # kernels/sparse/torch.py
     Mutant(

@@ -472,6 +472,93 @@ MECHANISMS = (
         "",
         "tests/mechanisms/test_mixed.py -k 'copy_of_a_state'",
     ),
+    # mechanisms/pages_parts.py
+    Mutant(
+        "pages: the window is a page short",
+        "mechanisms/pages_parts.py",
+        "return self.window // self.page",
+        "return max(0, self.window // self.page - 1)",
+        "tests/mechanisms/test_pages.py -k 'borders or definition_says'",
+    ),
+    Mutant(
+        "pages: candidates reach into the window",
+        "mechanisms/pages_parts.py",
+        "candidates = (own - options.near).clamp(min=0)",
+        "candidates = (own - options.near + 1).clamp(min=0)",
+        "tests/mechanisms/test_pages.py -k definition_says",
+    ),
+    # mechanisms/pages.py
+    Mutant(
+        "pages: pages begin at the first token",
+        "mechanisms/pages.py",
+        "behind = seen.any(2)[:, 0] & (k_index >= options.sinks)",
+        "behind = seen.any(2)[:, 0]",
+        "tests/mechanisms/test_pages.py tests/mechanisms/test_contract.py -k 'pages-odd and forward_equals'",
+    ),
+    Mutant(
+        "pages: the definition lets padding into extremes",
+        "mechanisms/pages.py",
+        "behind = seen.any(2)[:, 0] & (k_index",
+        "behind = (k_index == k_index) & (k_index",
+        "tests/mechanisms/test_contract.py -k 'pages and masked_forward'",
+    ),
+    Mutant(
+        "pages: bidirectional calls of the function pass",
+        "mechanisms/pages.py",
+        '    if not causal:\n        raise checks.only_causal("pages", WHY_NOT_BIDIRECTIONAL)\n',
+        "",
+        "tests/mechanisms/test_pages.py -k errors",
+    ),
+    # mechanisms/pages_state.py
+    Mutant(
+        "pages: waiting tokens are stored page by page",
+        "mechanisms/pages_state.py",
+        "(_waiting(options, state) == options.room).any()",
+        "(_waiting(options, state) >= options.page).any()",
+        "tests/mechanisms/test_pages.py -k stored_once",
+    ),
+    Mutant(
+        "pages: every step copies all stored pages",
+        "mechanisms/pages_state.py",
+        "x[:, :, :most].contiguous() for x in",
+        "x[:, :, :most] for x in",
+        "tests/mechanisms/test_pages.py -k costs_the_same",
+    ),
+    Mutant(
+        "pages: a full line is written over",
+        "mechanisms/pages_state.py",
+        "(_waiting(options, state) == options.room).any()",
+        "(_waiting(options, state) > options.room).any()",
+        "tests/mechanisms/test_pages.py -k 'decoding_in_pieces'",
+    ),
+    Mutant(
+        "pages: sequences of different lengths store side by side",
+        "mechanisms/pages_state.py",
+        "level = bool((state.stored == most).all())",
+        "level = True",
+        "tests/mechanisms/test_pages.py -k 'decoding_in_pieces'",
+    ),
+    Mutant(
+        "pages: a page of another sequence is read",
+        "mechanisms/pages_state.py",
+        "index = (head * count + listed",
+        "index = (0 * head + listed",
+        "tests/mechanisms/test_pages.py -k 'decoding_in_pieces'",
+    ),
+    Mutant(
+        "pages: a step sees pages that are waiting twice",
+        "mechanisms/pages_state.py",
+        "near = torch.where((near >= 0) & (near < state.stored[:, None]), near, count)",
+        "near = torch.where(near >= 0, near.clamp(max=count - 1), count)",
+        "tests/mechanisms/test_pages.py -k 'decoding_in_pieces'",
+    ),
+    Mutant(
+        "pages: masked tokens attend in a step",
+        "mechanisms/pages_state.py",
+        "weights = masked_softmax(options.scale * logits, seen & real[:, :, None, None])",
+        "weights = masked_softmax(options.scale * logits, seen)",
+        "tests/mechanisms/test_pages.py -k 'decoding_in_pieces'",
+    ),
     # mechanisms/strided.py
     Mutant(
         "strides beyond the sequence take memory",

@@ -199,6 +199,14 @@ TOP = (
         "1 << (dim + 1).bit_length()",
         "tests/test_kernel_approximation.py -k power_of_two",
     ),
+    # mechanism.py
+    Mutant(
+        "pages: bidirectional calls pass",
+        "mechanism.py",
+        "        if not causal and not self.supports_bidirectional:\n",
+        "        if False:\n",
+        "tests/mechanisms/test_pages.py -k errors",
+    ),
     # measure.py
     Mutant(
         "calls are timed with their warm-up",

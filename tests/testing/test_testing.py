@@ -240,6 +240,11 @@ BROKEN: dict[str, tuple[Check, Callable[[], SoftmaxAttention], str | None]] = {
         lambda: Accepts(supports_causal=False),
         "no error that says 'causal'",
     ),
+    "bidirectional all the same": (
+        contract.what_is_not_supported_raises,
+        lambda: Accepts(supports_bidirectional=False),
+        "no error that says 'causal'",
+    ),
     "a state all the same": (
         contract.what_is_not_supported_raises,
         lambda: Accepts(supports_state=False),

@@ -62,6 +62,15 @@ def can_be_causal(mechanisms: Sequence[Any]) -> None:
             )
 
 
+def can_be_bidirectional(head: str, mechanisms: Sequence[Any], advice: str) -> None:
+    for mechanism in mechanisms:
+        if not mechanism.supports_bidirectional:
+            raise ConfigError(
+                f"{head}: {mechanism.name} can only be causal, {mechanism.why_not_bidirectional}; "
+                f"use {advice} or another attention"
+            )
+
+
 def same_in_all_layers(name: str, shape: Sequence[int], first: str, wanted: Sequence[int]) -> None:
     if tuple(shape) != tuple(wanted):
         raise ConfigError(

@@ -83,5 +83,9 @@ def cannot_be_causal(op: str, why: str) -> ConfigError:
     return ConfigError(f"{op}: cannot be causal, {why}; use causal=False")
 
 
+def only_causal(op: str, why: str) -> ConfigError:
+    return ConfigError(f"{op}: can only be causal, {why}; use causal=True")
+
+
 def cannot_extend(op: str) -> ConfigError:
     return ConfigError(f"{op}: cannot extend a sequence, it has no state; use forward on the whole")

@@ -80,6 +80,12 @@ SPARSE = {
     "q_code": "int32? N C R",
     "k_code": "int32? J E R",
 }
+CHOICE = {
+    "q": "input B K G T D",
+    "high": "state B K P D",
+    "low": "state B K P D",
+    "candidates": "int64 B|1 T",
+}
 SPARSE_ALIKE = {**_SPARSE_QKV, "q_place": "int32 C", "k_place": "int32 WE", "alive": "bool? J E"}
 SPARSE_SAVED = {
     "grad_out": "input N C Dv",
@@ -217,6 +223,14 @@ def sparse(op: str, tensors: Mapping[str, Any], scale: float) -> Sizes:
     checks.scale(op, scale, 1)
     if type(blocks) is Tensor and blocks.is_cpu:
         engine_checks.indices(op, "blocks", blocks, sizes["J"])
+    return sizes
+
+
+def choice(op: str, tensors: Mapping[str, Tensor], width: int) -> Sizes:
+    sizes = Sizes(op, tensors["q"])
+    sizes.check(CHOICE, tensors)
+    if isinstance(sizes["P"], int) and isinstance(width, int):
+        engine_checks.number(op, "width", width, 1, sizes["P"])
     return sizes
 
 

@@ -5,7 +5,7 @@ one line here. The engine in C++ is the backend "cpu"; its files are called `nat
 (`SparseOperation`) has no `backend` for users to choose: the first engine that can does it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,8 +20,10 @@ from subquad.kernels.favor import torch as favor_torch
 from subquad.kernels.linear import native as linear_native
 from subquad.kernels.linear import torch as linear_torch
 from subquad.kernels.problem import Gradients, Outputs, Saved
+from subquad.kernels.sparse import choice, choice_native
 from subquad.kernels.sparse import native as sparse_native
 from subquad.kernels.sparse import torch as sparse_torch
+from subquad.kernels.sparse.choice import Extremes
 from subquad.kernels.sparse.torch import Bounds, Inputs, Pairs
 
 AUTO = "auto"
@@ -68,11 +70,20 @@ class SparseOperation(Protocol):
         ...
 
 
+class ChoiceOperation(Protocol):
+    """What `sparse/choice.py` and `sparse/choice_native.py` have; see there."""
+
+    def choose(self, q: Tensor, extremes: Extremes, candidates: Tensor, width: int) -> Tensor:
+        """The pages that queries choose."""
+        ...
+
+
 @dataclass(frozen=True)
 class Engine:
     """operations: an `EngineOperation` for each; devices: by type, None for any; signed: features that may be negative;
-    reach: near blocks beyond the neighbours; without_far: exact attention alone; sparse: a `SparseOperation` or None,
-    and its dtypes; missing: why it cannot be used on this machine at all, or nothing."""
+    reach: near blocks beyond the neighbours; without_far: exact attention alone; sparse, choice: a
+    `SparseOperation` and a `ChoiceOperation` or None, and their dtypes; missing: why it cannot be used on this machine
+    at all, or nothing."""
 
     name: str
     operations: Mapping[str, EngineOperation]
@@ -85,6 +96,7 @@ class Engine:
     gradients: bool = True
     missing: str = ""
     sparse: SparseOperation | None = None
+    choice: ChoiceOperation | None = None
     sparse_dtypes: tuple[torch.dtype, ...] = checks.FLOAT_DTYPES
 
     def obstacle(self, operation: str, q: Tensor, **needs: bool) -> str | None:
@@ -133,9 +145,10 @@ ENGINES: dict[str, Engine] = {
             signed=False,
             missing=library.WHY_MISSING,
             sparse=sparse_native,
+            choice=choice_native,
             sparse_dtypes=(torch.float32,),  # others are converted before they come here, or float64
         ),
-        Engine("torch", {"favor": favor_torch, "linear": linear_torch}, sparse=sparse_torch),
+        Engine("torch", {"favor": favor_torch, "linear": linear_torch}, sparse=sparse_torch, choice=choice),
     )
 }
 
@@ -157,14 +170,20 @@ def choose(operation: str, backend: str, q: Tensor, **needs: bool) -> Engine:
 
 def choose_sparse(q: Tensor) -> SparseOperation:
     """The first engine that can."""
-    return next(
-        engine.sparse
-        for engine in ENGINES.values()
-        if engine.sparse is not None
-        and not engine.missing
-        and q.dtype in engine.sparse_dtypes
-        and (engine.devices is None or q.device.type in engine.devices)
-    )
+    return next(engine.sparse for engine in _able(q) if engine.sparse is not None)
+
+
+def choose_choice(q: Tensor) -> ChoiceOperation:
+    """The same for choices of pages."""
+    return next(engine.choice for engine in _able(q) if engine.choice is not None)
+
+
+def _able(q: Tensor) -> Iterator[Engine]:
+    """Engines of this machine whose sparse operations take such tensors."""
+    for engine in ENGINES.values():
+        able = engine.devices is None or q.device.type in engine.devices
+        if able and not engine.missing and q.dtype in engine.sparse_dtypes:
+            yield engine
 
 
 def step_of(operation: str, backend: str, q: Tensor, *others: Tensor | None, **needs: bool) -> Any:

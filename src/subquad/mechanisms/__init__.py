@@ -12,6 +12,7 @@ from subquad.mechanisms.linear import LinearAttention
 from subquad.mechanisms.linformer import LinformerAttention
 from subquad.mechanisms.lsh import LshAttention
 from subquad.mechanisms.mixed import MixedAttention
+from subquad.mechanisms.pages import PagesAttention
 from subquad.mechanisms.softmax import SoftmaxAttention
 from subquad.mechanisms.strided import StridedAttention
 from subquad.mechanisms.window import WindowAttention
@@ -24,6 +25,7 @@ MECHANISMS: tuple[type[Mechanism], ...] = (
     LinformerAttention,
     WindowAttention,
     StridedAttention,
+    PagesAttention,
     LshAttention,
     ClusterAttention,
     MixedAttention,

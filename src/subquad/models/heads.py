@@ -88,6 +88,7 @@ class SubquadForMaskedLM(SubquadPreTrainedModel):
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(checks.head_direction(config, "SubquadForMaskedLM", causal=False))
         self.model = SubquadModel(config)
+        checks.can_be_bidirectional("SubquadForMaskedLM", self.mechanisms(), "SubquadForCausalLM (objective='causal')")
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -123,6 +124,8 @@ class _Classifier(SubquadPreTrainedModel, ABC):
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(config)
         self.model = SubquadModel(config)
+        if not config.causal:
+            checks.can_be_bidirectional(type(self).__name__, self.mechanisms(), "causal=True in the config")
         self.num_labels = cast(int, config.num_labels)
         self.score = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()

@@ -73,8 +73,9 @@ def gradcheck(mechanism: Mechanism) -> None:
 
 def cross_attention_equals_reference(mechanism: Mechanism) -> None:
     inputs = make_inputs(mechanism, 9, keys=21)
-    if mechanism.positional:
-        assert_raises(lambda: mechanism(*inputs), "needs as many queries as keys")
+    if mechanism.positional or not mechanism.supports_bidirectional:
+        causal = directions(mechanism)[0]
+        assert_raises(lambda: mechanism(*inputs, causal=causal), "needs as many queries as keys")
         return
     assert_close(mechanism(*inputs), mechanism.reference(*inputs), exact(mechanism), "9 queries, 21 keys")
 
@@ -85,11 +86,14 @@ def unequal_causal_lengths_raise(mechanism: Mechanism) -> None:
 
 
 def what_is_not_supported_raises(mechanism: Mechanism) -> None:
-    """A mechanism that cannot be causal never pretends to be."""
+    """A mechanism that cannot be causal, or nothing else, never pretends to be."""
     inputs = make_inputs(mechanism, 9)
     if not mechanism.supports_causal:
         assert_raises(lambda: mechanism(*inputs, causal=True), "causal")
         assert_raises(lambda: mechanism.attention_matrix(inputs.q, inputs.k, causal=True), "causal")
+    if not mechanism.supports_bidirectional:
+        assert_raises(lambda: mechanism(*inputs, causal=False), "causal")
+        assert_raises(lambda: mechanism.attention_matrix(inputs.q, inputs.k, causal=False), "causal")
     if not mechanism.supports_state:
         assert_raises(lambda: mechanism.extend(*inputs), "extend")
 
@@ -200,11 +204,12 @@ def chunk_changes_speed_only(mechanism: Mechanism) -> None:
 
 def forward_is_a_function(mechanism: Mechanism) -> None:
     """Same bits twice, no draw from the global generator, inputs left alone, dtype and device kept."""
+    causal = directions(mechanism)[0]
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         inputs = make_inputs(mechanism, 20).to(dtype)
         copies = Inputs(*(t.clone() for t in inputs))
         generator = torch.random.get_rng_state()
-        first, second = mechanism(*inputs), mechanism(*inputs)
+        first, second = mechanism(*inputs, causal=causal), mechanism(*inputs, causal=causal)
         assert torch.equal(first, second), "two calls differ"
         assert torch.equal(generator, torch.random.get_rng_state()), "forward drew random numbers"
         assert all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True)), "forward changed its inputs"
@@ -225,9 +230,9 @@ def layout_does_not_matter(mechanism: Mechanism) -> None:
 
 
 def modules_can_be_copied_and_saved(mechanism: Mechanism) -> None:
-    inputs = make_inputs(mechanism, 12)
-    want = mechanism(*inputs)
-    assert torch.equal(copy.deepcopy(mechanism)(*inputs), want), "a deep copy differs"
+    inputs, causal = make_inputs(mechanism, 12), directions(mechanism)[0]
+    want = mechanism(*inputs, causal=causal)
+    assert torch.equal(copy.deepcopy(mechanism)(*inputs, causal=causal), want), "a deep copy differs"
     file = io.BytesIO()
     torch.save(mechanism.state_dict(), file)
     file.seek(0)
@@ -235,7 +240,7 @@ def modules_can_be_copied_and_saved(mechanism: Mechanism) -> None:
     for tensor in (*loaded.buffers(), *loaded.parameters()):
         tensor.detach().fill_(0.5)
     loaded.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(loaded(*inputs), want), "a saved and loaded copy differs"
+    assert torch.equal(loaded(*inputs, causal=causal), want), "a saved and loaded copy differs"
 
 
 def half_keeps_the_features(mechanism: Mechanism) -> None:

@@ -22,7 +22,8 @@ def exact(mechanism: Mechanism, tolerance: float = EXACT) -> float:
 
 
 def directions(mechanism: Mechanism) -> tuple[bool, ...]:
-    return (False, True) if mechanism.supports_causal else (False,)
+    """Whether calls may be causal, in the order in which they are tried."""
+    return (*((False,) if mechanism.supports_bidirectional else ()), *((True,) if mechanism.supports_causal else ()))
 
 
 def mask_kinds(mechanism: Mechanism) -> tuple[str, ...]:

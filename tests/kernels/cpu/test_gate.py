@@ -361,10 +361,12 @@ NAMES = {
     "linear-exp": lambda: LinearAttention(8, feature_map="exp"),
     **{
         name: lambda name=name: attention(name, head_dim=8)
-        for name in ("softmax", "window", "strided", "lsh", "cluster")
+        for name in ("softmax", "window", "strided", "pages", "lsh", "cluster")
     },
     "cluster-favor": lambda: attention("cluster", head_dim=8, inside="favor", num_features=16),
     "fixed": lambda: attention("strided", head_dim=8, stride=4, pattern="fixed"),
+    "pages-stored": lambda: attention("pages", head_dim=8),
+    "pages-early": lambda: attention("pages", head_dim=8, page=4, window=4, sinks=2),
 }
 
 
@@ -420,7 +422,7 @@ def test_states_in_which_a_field_is_wrong(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, -(2**63), 2**62, 2**63 - 1])
-@pytest.mark.parametrize("name", ["favor", "paper", "window", "strided", "fixed"])
+@pytest.mark.parametrize("name", ["favor", "paper", "window", "strided", "pages", "fixed"])
 def test_lengths_out_of_bounds(name: str, value: int) -> None:
     mechanism = NAMES[name]()
     token, state = state_of(mechanism, torch.float32)
@@ -476,6 +478,20 @@ STATES = {
     "fixed": (
         lambda s: s._replace(length=torch.tensor([6, 8])),
         "strided: state.length says 8 tokens, but its summaries and its block hold 7; the state was changed",
+    ),
+    "pages": (
+        lambda s: s._replace(length=torch.tensor([6, 149])),
+        "pages: state.length says 149 tokens, but 0 pages of 16 are stored, 4 tokens are sinks and 144 can wait; "
+        "the state was changed",
+    ),
+    "pages-stored": (
+        lambda s: s._replace(stored=torch.tensor([0, 1])),
+        "pages: state.stored says 1 pages, but the state holds 0; it was changed",
+    ),
+    "pages-early": (
+        lambda s: s._replace(length=torch.tensor([6, 3])),
+        "pages: state.length says 3 tokens, but 1 pages of 4 are stored, 2 tokens are sinks and 8 can wait; "
+        "the state was changed",
     ),
     "softmax": (
         lambda s: s._replace(v=s.v[:, :, 1:]),
@@ -590,6 +606,10 @@ LARGE: dict[str, tuple[Callable[[int], Mechanism], tuple[bool, ...]]] = {
     "window": (lambda n: attention("window", head_dim=4, window=n), (False, True)),
     "stride": (lambda n: attention("strided", head_dim=4, stride=n), (False, True)),
     "summaries": (lambda n: attention("strided", head_dim=4, stride=n, pattern="fixed"), (False, True)),
+    "pages": (lambda n: attention("pages", head_dim=4, pages=n, page=2, window=4), (True,)),
+    "page": (lambda n: attention("pages", head_dim=4, page=n, window=0), (True,)),
+    "window of pages": (lambda n: attention("pages", head_dim=4, page=2, window=n), (True,)),
+    "sinks": (lambda n: attention("pages", head_dim=4, page=2, window=2, sinks=n), (True,)),
     "bucket_size": (lambda n: attention("lsh", head_dim=4, num_buckets=2, bucket_size=n), (False, True)),
 }
 

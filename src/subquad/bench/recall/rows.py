@@ -91,6 +91,7 @@ ROWS: dict[str, Row] = {
         Row("lsh", "lsh", lambda _: {"num_buckets": 16, "bucket_size": 32, "rounds": 4}),
         Row("cluster", "cluster", lambda _: {"num_clusters": 16, "bucket_size": 32}),
         Row("strided", "strided", lambda _: {"stride": 32}),
+        Row("pages", "pages", lambda _: {"pages": 8, "page": 8, "window": 32}),
         Row("gla", "gla"),
         Row("deltanet", "deltanet"),
         Row(EXACT, "softmax"),

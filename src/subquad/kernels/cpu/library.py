@@ -89,6 +89,14 @@ class Sparse(Structure):
     ]
 
 
+class Choice(Structure):
+    _fields_ = [
+        ("threads", c_int32),
+        *((name, c_int64) for name in ("rows", "lines", "groups", "length", "pages", "head_dim", "width")),
+        *_pointers("q", "high", "low", "candidates", "chosen"),
+    ]
+
+
 class Library(NamedTuple):
     machine: str
     forward: Any
@@ -97,6 +105,7 @@ class Library(NamedTuple):
     convolve: Any
     convolve_step: Any
     sparse: Any
+    choose: Any
     use_large_pages: Any
 
 
@@ -135,11 +144,11 @@ def _bind(machine: str, loaded: Any) -> Library | str:
     if loaded.subquad_sources().decode() != fingerprint(FOLDER):
         return f"engine_{machine}.so was made from other sources: install subquad again"
     loaded.subquad_sizes.restype = c_int64
-    structures = (Problem, Forward, Backward, Step, Convolution, ConvolutionStep, Sparse)
+    structures = (Problem, Forward, Backward, Step, Convolution, ConvolutionStep, Sparse, Choice)
     if [loaded.subquad_sizes(i) for i in range(len(structures))] != [ctypes.sizeof(s) for s in structures]:
         return f"engine_{machine}.so has other structures than this file"
     taken = {"forward": (Problem, Forward), "backward": (Problem, Backward), "step": (Problem, Step)}
-    taken |= {"convolve": (Convolution,), "convolve_step": (ConvolutionStep,), "sparse": (Sparse,)}
+    taken |= {"convolve": (Convolution,), "convolve_step": (ConvolutionStep,), "sparse": (Sparse,), "choose": (Choice,)}
     functions = {name: getattr(loaded, f"subquad_{name}") for name in taken}
     for name, function in functions.items():
         function.argtypes, function.restype = [POINTER(structure) for structure in taken[name]], c_int32

@@ -114,3 +114,13 @@ struct Sparse {
   const double* shift;                      // [N, C] gradient of the log-normaliser
   float *dq, *dk, *dv;                      // filled
 };
+
+// Which pages of keys queries choose (choice.hpp, kernels/sparse/choice.py). Dense; N lines, one for each sequence and key
+// head, G query heads per line, P pages, W pages that a query chooses.
+struct Choice {
+  int32_t threads;
+  int64_t rows, lines, groups, length, pages, head_dim, width;  // rows of candidates, N, G, T, P, D, W
+  const float *q, *high, *low;  // [N, G, T, D], [N, P, D]
+  const int64_t* candidates;    // [rows, T]; a row is for N / rows lines
+  int64_t* chosen;              // [N, G, T, W] filled; P: none
+};

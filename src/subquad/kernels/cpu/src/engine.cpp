@@ -1,5 +1,6 @@
 // The whole engine for one kind of machine: compiled once for each, into a library of its own, so that not even the
 // standard library's templates are shared between code for different machines.
+#include "choice.hpp"
 #include "convolution.hpp"
 #include "sparse.hpp"
 #include "step.hpp"
@@ -35,7 +36,7 @@ SUBQUAD_EXPORT const char* subquad_sources() { return SUBQUAD_SOURCES; }
 // Sizes of the structures, so that Python can refuse a library that is not its own.
 SUBQUAD_EXPORT int64_t subquad_sizes(int which) {
   const int64_t sizes[] = {sizeof(Problem), sizeof(Forward), sizeof(Backward), sizeof(Step),
-                           sizeof(Convolution), sizeof(ConvolutionStep), sizeof(Sparse)};
+                           sizeof(Convolution), sizeof(ConvolutionStep), sizeof(Sparse), sizeof(Choice)};
   return sizes[which];
 }
 
@@ -73,4 +74,7 @@ SUBQUAD_EXPORT int32_t subquad_convolve_step(const ConvolutionStep* c) {
 // Forward, or, where there is a gradient of the output, gradients.
 SUBQUAD_EXPORT int32_t subquad_sparse(const Sparse* s) {
   return guarded([&] { s->grad_out ? subquad::sparse_backward(*s) : subquad::sparse_forward(*s); });
+}
+SUBQUAD_EXPORT int32_t subquad_choose(const Choice* c) {
+  return guarded([&] { subquad::choose(*c); });
 }

@@ -1,5 +1,6 @@
 // Exact attention of tiles of queries to some blocks of keys, and its gradients. Letters as in api.hpp.
 #pragma once
+#include "sparse_row.hpp"
 #include "sparse_tile.hpp"
 #include "workers.hpp"
 
@@ -22,9 +23,15 @@ inline void sparse_forward(const Sparse& s) {
   const long step = tiles_per_task(s), tasks = (s.tiles + step - 1) / step;
   each_task(s.threads, tasks, [&](long task) {
     pool().reset();
+    const long end = std::min<long>((task + 1) * step, s.tiles);
+    if (s.rows == 1) {
+      SparseRow row(s, masks);
+      for (long tile = task * step; tile < end; ++tile) row.forward(tile);
+      return;
+    }
     Chunk chunk = Chunk::allocate(s, chunk_capacity(s), false);
     SparseTile rows(s, masks, chunk.capacity);
-    for (long tile = task * step; tile < std::min<long>((task + 1) * step, s.tiles); ++tile) {
+    for (long tile = task * step; tile < end; ++tile) {
       rows.begin(tile);
       for (long w = 0; w < s.met;) {
         w = chunk.load(s, tile, w);
@@ -76,19 +83,20 @@ class KeyGradients {
   }
   void add(long portion, const Chunk& chunk) const {
     for (size_t i = 0; i < chunk.blocks.size(); ++i) {
-      const long b = chunk.blocks[i], first = long(i) * s_.keys;
-      float* dk = s_.dk + b * s_.keys * s_.head_dim;
-      float* dv = s_.dv + b * s_.keys * s_.value_dim;
-      if (owner_[b] == SEVERAL) {
-        const std::vector<long>& blocks = shared_[portion];
-        dk = sums_[portion].get() + (std::lower_bound(blocks.begin(), blocks.end(), b) - blocks.begin()) * size();
-        dv = dk + s_.keys * s_.head_dim;
-      }
+      const long first = long(i) * s_.keys;
+      const SparseRow::Sums sums = of_block(portion, chunk.blocks[i]);
       for (long e = 0; e < s_.keys; ++e) {
-        add_row(chunk.dk + (first + e) * padded(s_.head_dim), s_.head_dim, dk + e * s_.head_dim);
-        add_row(chunk.dv + (first + e) * padded(s_.value_dim), s_.value_dim, dv + e * s_.value_dim);
+        add_row(chunk.dk + (first + e) * padded(s_.head_dim), s_.head_dim, sums.dk + e * s_.head_dim);
+        add_row(chunk.dv + (first + e) * padded(s_.value_dim), s_.value_dim, sums.dv + e * s_.value_dim);
       }
     }
+  }
+  // Where a portion adds those of a block.
+  SparseRow::Sums of_block(long portion, long b) const {
+    if (owner_[b] != SEVERAL) return {s_.dk + b * s_.keys * s_.head_dim, s_.dv + b * s_.keys * s_.value_dim};
+    const std::vector<long>& blocks = shared_[portion];
+    float* sums = sums_[portion].get() + (std::lower_bound(blocks.begin(), blocks.end(), b) - blocks.begin()) * size();
+    return {sums, sums + s_.keys * s_.head_dim};
   }
   // Adds up what several portions have, for blocks b with b % tasks == task.
   void merge(long task, long tasks) const {
@@ -144,9 +152,16 @@ inline void sparse_backward(const Sparse& s) {
   clear_in_parallel(s, s.dv, s.blocks * s.keys * s.value_dim);
   each_task(s.threads, portions, [&](long portion) {
     pool().reset();
+    gradients->open(portion);
+    if (s.rows == 1) {
+      SparseRow row(s, masks);
+      gradients->each_tile(portion, [&](long tile) {
+        row.backward(tile, [&](long block) { return gradients->of_block(portion, block); });
+      });
+      return;
+    }
     Chunk chunk = Chunk::allocate(s, chunk_capacity(s), true);
     SparseTile rows(s, masks, chunk.capacity);
-    gradients->open(portion);
     gradients->each_tile(portion, [&](long tile) {
       rows.begin_back(tile);
       for (long w = 0; w < s.met;) {

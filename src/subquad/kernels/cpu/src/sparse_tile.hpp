@@ -108,6 +108,7 @@ class SharedMasks {
     std::copy(from, from + PANEL, to);
     return any_[panel * keys_ + key];
   }
+  bool first_row_sees(long key) const { return hidden_.get()[key * PANEL] == 0; }
 
  private:
   long keys_;
