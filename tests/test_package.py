@@ -64,7 +64,7 @@ EAGER = {"waiting", "errors", "checks", "features", "kernels", "mechanism", "mec
 PUBLIC = {
     "MECHANISMS ClusterAttention FavorAttention FeatureMap IdentityAttention LinearAttention "
     "LinformerAttention LshAttention Mechanism MixedAttention PagesAttention SoftmaxAttention State StridedAttention "
-    "SubquadError WindowAttention attention calibrate diagnose draw_feature_map errors features functional "
+    "SubquadError WindowAttention attention calibrate convert diagnose draw_feature_map errors features functional "
     "load reorder_state state_bytes"
 }
 

@@ -27,7 +27,7 @@ from subquad.mechanisms.window import WindowAttention
 
 if TYPE_CHECKING:
     from subquad.calibration import calibrate
-    from subquad.conversion import load
+    from subquad.conversion import convert, load
     from subquad.diagnostics import diagnose
 
 __version__ = version("subquad")
@@ -51,6 +51,7 @@ __all__ = [
     "WindowAttention",
     "attention",
     "calibrate",
+    "convert",
     "diagnose",
     "draw_feature_map",
     "errors",
@@ -68,6 +69,10 @@ def __getattr__(name: str) -> Any:
         from subquad.calibration import calibrate
 
         return calibrate
+    if name == "convert":
+        from subquad.conversion import convert
+
+        return convert
     if name == "diagnose":
         from subquad.diagnostics import diagnose
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from subquad.recording.stream import COMPARABLE, Batch, is_favor
 
 SMALLEST, MARGIN, DRAWS = 32, 1.7, 2  # of num_features="auto": where it begins, how much better than asked, draws
 DEFAULTS: dict[str, Any] = {"steps": 200, "target": 0.3, "cap": 1024}
+Some = TypeVar("Some")
 HELD_OUT = 5  # every fifth batch is kept for measuring
 
 
@@ -124,8 +125,8 @@ def _fit(recording: Recording, settings: Settings, tell: Tell) -> tuple[list[Fav
     return fitted, reports
 
 
-def split(calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
-    """Those to fit, and those to measure."""
+def split(calls: Sequence[Some]) -> tuple[list[Some], list[Some]]:
+    """Those to fit, and those to measure; of calls, or of all calls of a batch."""
     if len(calls) == 1:
         return list(calls), list(calls)
     kept = [call for i, call in enumerate(calls) if i % HELD_OUT != HELD_OUT - 1 and i != len(calls) - 1]

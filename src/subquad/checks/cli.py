@@ -33,6 +33,32 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
+def folder_there(folder: Path) -> None:
+    if not folder.is_dir():
+        raise DataError(f"{folder}: there is no such folder; a model of the hub must be downloaded first")
+
+
+def architecture(folder: Path, config: Any, library: Any) -> Any:
+    """The class that a model of transformers was saved as; nothing but its own classes is ever looked up."""
+    if config.model_type in ("subquad", "subquad_converted"):
+        raise CheckpointError(
+            f"{folder}: is a model of subquad already ({config.model_type}); give one of transformers"
+        )
+    name = (config.architectures or [""])[0]
+    found = getattr(library, name, None) if name.isidentifier() else None
+    if not isinstance(found, type) or not issubclass(found, library.PreTrainedModel):
+        raise CheckpointError(f"{folder}: its config.json names no class of transformers (architectures: {name!r})")
+    return found
+
+
+def long_enough(count: int, paths: list[Path], length: int) -> None:
+    if not count:
+        raise DataError(
+            f"{', '.join(map(str, paths))}: holds no stretch of {length} tokens; give longer texts, or a "
+            "smaller --length"
+        )
+
+
 def subquad_model(folder: Path, config: Any) -> None:
     if config.model_type != "subquad":
         raise CheckpointError(

@@ -11,6 +11,7 @@ from typer.exceptions import TyperException
 from subquad.checks.extras import extra
 from subquad.cli.bench import bench_app
 from subquad.cli.calibrate import calibrate
+from subquad.cli.convert import convert
 from subquad.cli.demo import demo
 from subquad.cli.diagnose import diagnose
 from subquad.cli.doctor import doctor
@@ -39,6 +40,7 @@ for command, example in (
     (spectrum, "subquad spectrum runs/mine proteins.fasta --length 512 --output spectrum.png"),
     (diagnose, "subquad diagnose runs/mine proteins.fasta --output heads.png"),
     (calibrate, "subquad calibrate runs/mine proteins.fasta --features auto --out runs/calibrated"),
+    (convert, "subquad convert my-llama book.txt --budget 'exact 10%' --length 4096 --out my-llama-long"),
     (demo, "subquad demo --out demo"),
     (doctor, "subquad doctor"),
 ):

@@ -157,15 +157,41 @@ def cut_sequences(loaded: Loaded, paths: list[Path], length: int) -> "list[Tenso
     return [torch.cat([start, ids])[:length] for ids in pieces]
 
 
+def exact_model_with_sequences(path: Path, texts: list[Path], length: int) -> "tuple[Any, Any, list[Tensor]]":
+    """A model of transformers as its folder says it is, its tokenizer, and texts, cut to `length` tokens."""
+    import transformers
+
+    import subquad.conversion  # noqa: F401 - knows converted models, which are refused in words
+
+    quiet()
+    checks.folder_there(path)
+    with checks.loadable(path):
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    kind = checks.architecture(path, config, transformers)
+    with checks.loadable(path):
+        model, report = kind.from_pretrained(path, output_loading_info=True, trust_remote_code=False)
+        checks.whole_model(path, report, allowed=None)
+    tokenizer, sequences = _tokens(path, config, texts, length)
+    return model.eval(), tokenizer, sequences
+
+
 def _load_hugging_face(folder: Path, config: Any, paths: list[Path], length: int) -> "tuple[Any, list[Tensor]]":
+    from transformers import AutoModel
+
+    with checks.loadable(folder):
+        model = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
+    return model, _tokens(folder, config, paths, length)[1]
+
+
+def _tokens(folder: Path, config: Any, paths: list[Path], length: int) -> "tuple[Any, list[Tensor]]":
+    """The tokenizer of a model of transformers, and what it makes of text files."""
     import torch
-    from transformers import AutoModel, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from subquad.checks.data import readable
     from subquad.data.text import text_files
 
     with checks.loadable(folder):
-        model = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     checks.length_fits(length, getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
     windows = {"truncation": True, "max_length": length, "return_overflowing_tokens": True}
@@ -175,7 +201,7 @@ def _load_hugging_face(folder: Path, config: Any, paths: list[Path], length: int
             text = file.read_text(encoding="utf-8")
         found += [torch.tensor(ids) for ids in tokenizer(text, **windows)["input_ids"]]
     checks.something_to_read(len(found), paths)
-    return model, found
+    return tokenizer, found
 
 
 def batched(sequences: "list[Tensor]", tokens: int = 4096) -> "list[dict[str, Tensor]]":

@@ -4,6 +4,8 @@ from subquad.checks.extras import extra
 
 with extra("subquad.conversion", "models"):
     from subquad.conversion.saved import ConvertedConfig, load
+from subquad.conversion.converting import convert
+from subquad.conversion.policy import Conversion
 from subquad.conversion.swap import swap_attention
 
-__all__ = ["ConvertedConfig", "load", "swap_attention"]
+__all__ = ["Conversion", "ConvertedConfig", "convert", "load", "swap_attention"]

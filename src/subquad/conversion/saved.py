@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from subquad.checks import conversion as checks
+from subquad.conversion.generation import CHILD
 from subquad.conversion.swap import swap_attention
 
 AUTO_CLASSES = (
@@ -130,7 +131,9 @@ def _load(folder: str | Path, kind: type[PreTrainedModel], config: ConvertedConf
         kind.__init__(self, base, *args, **kwargs)
         swap_attention(self, config.attention, layer_options=config.attention_options)
 
-    made: Any = type(kind.__name__, (kind,), {"__init__": initialise})
+    # features stay in full precision in a model of half of it, as they were when it was converted
+    precise = {"_keep_in_fp32_modules_strict": {*(kind._keep_in_fp32_modules_strict or ()), CHILD}}
+    made: Any = type(kind.__name__, (kind,), {"__init__": initialise, **precise})
     options.pop("trust_remote_code", None)  # whatever it says: nothing in the folder is run
     model = made.from_pretrained(folder, config=config.base_config(), trust_remote_code=False, **options)
     model.__class__ = kind

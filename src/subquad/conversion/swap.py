@@ -2,7 +2,8 @@
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from subquad.conversion.generation import CHILD, IMPLEMENTATION, keyed_layer, us
 from subquad.mechanisms import mechanism_class
 from subquad.mechanisms.mixed import MixedAttention, checked_parts
 from subquad.nn.self_attention import layer_mechanism
-from subquad.recording.hugging_face import given_mask, is_causal
+from subquad.recording.hugging_face import given_mask, implementation, is_causal
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -54,17 +55,14 @@ def swap_attention(
 
     from subquad.conversion.saved import remember
 
-    found = attention_modules(model)
-    checks.something_to_swap(model, len(found))
+    found = list(replaceable_modules(model).values())
     names, given = checks.of_each_layer(attention, options, layer_options, len(found))
     mechanisms = []
-    for layer, (name, module) in enumerate(found):
-        checks.self_attention_module(name, module)
-        checks.tells_its_heads(name, module)
+    for layer, module in enumerate(found):
         head_dim, key_heads = head_sizes(module)
         own = with_scale(names[layer], given[layer], scaling(module, head_dim))
         mechanisms.append(layer_mechanism(names[layer], own, head_dim=head_dim, key_heads=key_heads, layer=layer))
-    for (_, module), mechanism in zip(found, mechanisms, strict=True):
+    for module, mechanism in zip(found, mechanisms, strict=True):
         setattr(module, CHILD, mechanism.to(_device(module, model)).train(module.training))
     AttentionInterface.register(IMPLEMENTATION, _attend)
     AttentionMaskInterface.register(IMPLEMENTATION, given_mask)
@@ -74,6 +72,21 @@ def swap_attention(
     remember(model, names, given)
     use_states(model)
     return model
+
+
+@contextmanager
+def without_mechanisms(model: Any) -> Iterator[None]:
+    """For a while the model is what it was before its attention was swapped, if it was."""
+    modules = [module for _, module in attention_modules(model) if hasattr(module, CHILD)]
+    kept = [getattr(module, CHILD) for module in modules]
+    for module in modules:
+        delattr(module, CHILD)
+    try:
+        with implementation(model, "sdpa") if modules else nullcontext():
+            yield
+    finally:
+        for module, mechanism in zip(modules, kept, strict=True):
+            setattr(module, CHILD, mechanism)
 
 
 def _device(module: nn.Module, model: nn.Module) -> torch.device:
@@ -97,6 +110,16 @@ def attention_modules(model: nn.Module) -> list[tuple[str, Any]]:
     """Those that call the attention interface: they know whether they are causal, and their config."""
     named = model.named_modules()
     return [(name, module) for name, module in named if hasattr(module, "is_causal") and hasattr(module, "config")]
+
+
+def replaceable_modules(model: Any) -> dict[str, Any]:
+    """The same by name; raises if there are none, or if one of them cannot be replaced."""
+    found = attention_modules(model)
+    checks.something_to_swap(model, len(found))
+    for name, module in found:
+        checks.self_attention_module(name, module)
+        checks.tells_its_heads(name, module)
+    return dict(found)
 
 
 def head_sizes(module: Any) -> tuple[int, int]:

@@ -5,7 +5,7 @@ run/  run.json  metrics.jsonl  metrics.csv  loss.png  checkpoints/checkpoint-100
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
+from subquad import files
 from subquad.checks import runs
 from subquad.data import Collator, Corpus
 from subquad.data.vocabulary import default_tokenizer
@@ -201,12 +202,16 @@ def _finish(
     return result
 
 
-def save_model(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """Model and tokenizer for `from_pretrained`, whole or not at all."""
+def save_model(
+    model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path, notes: Mapping[str, str] | None = None
+) -> None:
+    """Model and tokenizer for `from_pretrained`, whole or not at all. notes: further files, their texts by name."""
     with staging_for(folder) as staging:
         model.save_pretrained(staging / "model")
         if tokenizer is not None:
             tokenizer.save_pretrained(staging / "model")
+        for name, text in (notes or {}).items():
+            files.write_text(staging / "model" / name, text)
         publish(staging / "model", folder)
 
 
