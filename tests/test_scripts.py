@@ -17,9 +17,11 @@ import torch
 from PIL import Image
 
 from subquad import cli
+from subquad.bench.real_heads import RealModel
 from subquad.bench.recall.measure import Plan
 from subquad.bench.recall.rows import Shape
 from subquad.kernels.cpu import library
+from tiny_heads import llama
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKED = ("sdpa", "identity", "linear", "favor", "favor-paper")  # the last three with both engines
@@ -151,6 +153,28 @@ def test_far_features_in_miniature(
     before = output.read_text()
     module.main()  # nothing is left to do
     assert output.read_text() == before
+
+
+def test_conversion_in_miniature(
+    benchmark: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(name: str, sizes: Any) -> RealModel:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, 23, (sizes.fit + sizes.test, sizes.length), generator=generator)
+        batches = [{"input_ids": row[None]} for row in ids]
+        return RealModel(name, name, llama().float(), batches[: sizes.fit], batches[sizes.fit :], 16)
+
+    words = [str(tmp_path), "--length", "96", "--fit", "2", "--tests", "2", "--steps", "1"]
+    small = {"WINDOW": 32, "SINKS": 1, "FEATURES": 8, "BLOCK": 16, "COPIED": 40}
+    module = benchmark("conversion", [*words, "--rows", "no attention,constant,exact 10%"], load_model=load, **small)
+    module.main()
+    results = json.loads((tmp_path / "conversion.json").read_text())["results"]
+    assert [result["row"] for result in results] == ["no attention", "constant", "exact 10%"]
+    assert all(result["ratio"] > 0 and result["by_place"].keys() == {"0-95"} for result in results)
+    assert "no attention" in capsys.readouterr().out
+    before = (tmp_path / "conversion.json").read_text()
+    module.main()  # nothing is left to do
+    assert (tmp_path / "conversion.json").read_text() == before
 
 
 def test_image_memory_in_miniature(
