@@ -166,10 +166,10 @@ def test_conversion_in_miniature(
 
     words = [str(tmp_path), "--length", "96", "--fit", "2", "--tests", "2", "--steps", "1"]
     small = {"WINDOW": 32, "SINKS": 1, "FEATURES": 8, "BLOCK": 16, "COPIED": 40}
-    module = benchmark("conversion", [*words, "--rows", "no attention,constant,exact 10%"], load_model=load, **small)
+    module = benchmark("conversion", [*words, "--rows", "no attention,constant,pages"], load_model=load, **small)
     module.main()
     results = json.loads((tmp_path / "conversion.json").read_text())["results"]
-    assert [result["row"] for result in results] == ["no attention", "constant", "exact 10%"]
+    assert [result["row"] for result in results] == ["no attention", "constant", "pages"]
     assert all(result["ratio"] > 0 and result["by_place"].keys() == {"0-95"} for result in results)
     assert "no attention" in capsys.readouterr().out
     before = (tmp_path / "conversion.json").read_text()
