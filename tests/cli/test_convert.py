@@ -19,6 +19,7 @@ from subquad.cli import main
 from tiny_heads import llama
 
 LETTERS = "abcdefghijklmnopqrst "
+KILLS = 30
 OPTIONS = ["--length", "64", "--window", "32", "--sinks", "1", "--features", "8", "--steps", "2"]
 
 
@@ -108,25 +109,32 @@ def test_other_options_do_not_go_on_with_what_is_unfinished(
 def test_thirty_kills(folder: Path, tmp_path: Path) -> None:
     """Killed at any moment, the same command goes on, and ends with the same bytes."""
     words = command(folder, tmp_path / "whole", "--budget", "exact 25%", "--kinds", "window,features,exact")
-    begun = time.monotonic()
     assert run(words).wait() == 0
-    lasted = time.monotonic() - begun
+    want = contents(tmp_path / "whole")
     chance, kills = random.Random(1), 0
-    for number in range(100):
-        if kills == 30:
-            break
+    for number in range(4 * KILLS):
         out = tmp_path / f"killed{number}"
         words[words.index("--out") + 1] = str(out)
-        process = run(words)
-        time.sleep(chance.uniform(0.3, 1.0) * lasted)
-        process.send_signal(signal.SIGKILL)
-        kills += process.wait() == -signal.SIGKILL
+        kills += killed_after(run(words), out.with_name(f"{out.name}.unfinished"), chance.randrange(4), chance.random())
         if not out.exists():
             assert run(words).wait() == 0
-        for path in sorted((tmp_path / "whole").iterdir()):
-            assert (out / path.name).read_bytes() == path.read_bytes(), path.name
-        assert sorted(path.name for path in out.iterdir()) == sorted(p.name for p in (tmp_path / "whole").iterdir())
-    assert kills == 30
+        assert contents(out) == want
+        if kills == KILLS:
+            return
+    raise AssertionError(f"{kills} kills only")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def killed_after(process: "subprocess.Popen[bytes]", unfinished: Path, files: int, seconds: float) -> bool:
+    """Kills the process some moments after so many files are there; whether it was still alive."""
+    while process.poll() is None and len(list(unfinished.glob("*.safetensors"))) < files:
+        time.sleep(0.001)
+    time.sleep(0.2 * seconds)
+    process.send_signal(signal.SIGKILL)
+    return process.wait() == -signal.SIGKILL
 
 
 def run(words: list[str]) -> subprocess.Popen[bytes]:
