@@ -13,9 +13,10 @@ from transformers import AlbertConfig, AlbertForMaskedLM
 import subquad
 from subquad import errors
 from subquad.conversion import Conversion
-from subquad.conversion.candidates import priced
-from subquad.conversion.converting import _split
+from subquad.conversion.candidates import Shape, candidates, priced
 from subquad.conversion.generation import CHILD
+from subquad.conversion.kept import Kept, Settings
+from subquad.conversion.pricing import Texts, priced_layers
 from subquad.conversion.sensitivity import sensitivity
 from subquad.conversion.swap import module_scale
 from subquad.mechanisms.favor import FavorAttention
@@ -111,7 +112,7 @@ def test_budgets_are_kept(budget: str, dtype: torch.dtype) -> None:
     if what == "cache":
         assert report.nbytes <= float(share[:-1]) / 100 * report.all_nbytes
     else:
-        assert report.nats <= math.log(1.01)
+        assert report.measured.nats <= math.log(1.01)
     cache = model(BATCHES[0][:1], use_cache=True).past_key_values
     small = 16 * len(heads(report)) + 2 * 60  # lengths of sequences, and which of their tokens are real
     assert report.nbytes == pytest.approx(cache.nbytes(), abs=small)
@@ -175,20 +176,18 @@ def test_a_layer_that_is_called_several_times_keeps_batches_apart(monkeypatch: p
     """Held-out batches are held out of all its calls."""
     seen: list[tuple[int, int]] = []
 
-    def judge(found: Any, fit: Any, held: Any, *given: Any, **options: Any) -> Any:
-        seen.append((len(fit), len(held)))
-        assert not any(torch.equal(a.v[:1, :, :4], b.v[:1, :, :4]) for a in fit for b in held)
-        return priced(found, fit, held, *given, **options)
+    def judge(found: Any, fit: Any, judges: Any, **options: Any) -> Any:
+        seen.append((len(fit), len(judges.calls)))
+        assert not any(torch.equal(a.v[:1, :, :4], b.v[:1, :, :4]) for a in fit for b in judges.calls)
+        return priced(found, fit, judges, **options)
 
-    monkeypatch.setattr("subquad.conversion.converting.priced", judge)
+    monkeypatch.setattr("subquad.conversion.pricing.priced", judge)
     torch.manual_seed(0)
     sizes = {**SIZES, "embedding_size": 8, "intermediate_size": 16, "max_position_embeddings": 64}
     model = AlbertForMaskedLM(AlbertConfig(**sizes, initializer_range=0.5)).eval()
     report = subquad.convert(model, BATCHES, **SMALL)
     assert seen == [(4, 2)]  # two batches and one, each through two layers that are one module
     assert len(report.layers) == 1
-    calls: list[Any] = list(range(8))
-    assert _split(calls, 4) == ([0, 1, 2, 3, 4, 5], [6, 7])
 
 
 def test_batches_without_tokens_are_refused() -> None:
@@ -201,6 +200,23 @@ def test_batches_without_tokens_are_refused() -> None:
         "tokens, or load the model in float32"
     )
     assert not mechanisms(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_reported_is_what_runs(family: str) -> None:
+    """The divergence on the batch that was held out, and on half of it read twice."""
+    exact, model = FAMILIES[family](), FAMILIES[family]()
+    report = subquad.convert(model, BATCHES, budget="exact 25%", kinds=["features", "exact"], **SMALL)
+    held = BATCHES[2]
+    texts = [held, held[:, :30].repeat(1, 2)] if report.measured.copying is not None else [held]
+    found = []
+    for ids in texts:
+        was, now = (logits(each, ids).float().log_softmax(-1) for each in (exact, model))
+        found.append((was.exp() * (was - now)).sum(-1))
+    assert report.measured.nats == pytest.approx(found[0].mean().item(), rel=1e-3)
+    assert (family == "bert") == (report.measured.copying is None)
+    if report.measured.copying is not None:
+        assert report.measured.copying == pytest.approx(found[1][:, 30:].mean().item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
@@ -218,6 +234,7 @@ def test_encoders() -> None:
         report = subquad.convert(bert(), BATCHES, **{**SMALL, "window": window})
         assert set(heads(report)) <= {"features", "window 32"}
         assert report.all_nbytes == 0
+        assert report.measured.copying is None  # where it is read first, the second time is seen
         assert "states" not in str(report)
     with pytest.raises(errors.ConfigError, match="about the memory of a causal model, and this one looks both ways"):
         subquad.convert(bert(), BATCHES, budget="cache 20%", **SMALL)
@@ -236,14 +253,27 @@ class StoppedError(Exception):
     pass
 
 
-def test_failure_leaves_a_converted_model_as_it_was() -> None:
+@pytest.mark.parametrize("moment", ["fitting", "measuring"])
+def test_failure_leaves_a_converted_model_as_it_was(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama()
     subquad.convert(model, BATCHES, **SMALL)
     before, had = logits(model), mechanisms(model)
+    stop = stop_at("model.layers.1.self_attn")
+    if moment == "measuring":
+        stop = False
+        monkeypatch.setattr("subquad.conversion.measured.Judge.measured", raises_stopped)
     with pytest.raises(StoppedError):
-        subquad.convert(model, BATCHES, **{**SMALL, "progress": stop_at("model.layers.1.self_attn")})
+        subquad.convert(model, BATCHES, **{**SMALL, "progress": stop})
     assert [id(x) for x in mechanisms(model)] == [id(x) for x in had]
     assert torch.equal(logits(model), before)
+    fresh = llama()
+    with pytest.raises(StoppedError):
+        subquad.convert(fresh, BATCHES, **{**SMALL, "progress": stop})
+    assert not mechanisms(fresh)
+
+
+def raises_stopped(_: Any) -> None:
+    raise StoppedError
 
 
 def stop_at(layer: str) -> Any:
@@ -272,7 +302,7 @@ def test_an_interrupted_conversion_goes_on(tmp_path: Path) -> None:
     again = llama()
     options["progress"] = lambda what, *_: told.append(what)
     assert subquad.convert(again, BATCHES, **options) == want
-    assert told == ["done"]
+    assert set(told) == {"measuring what is proposed", "done"}
 
 
 def test_another_budget_fits_nothing_again(tmp_path: Path) -> None:
@@ -288,7 +318,7 @@ def test_another_budget_fits_nothing_again(tmp_path: Path) -> None:
     assert {"price.window 32", "price.window 128", "price.features", "price.exact"} <= set(load_file(file))
     told: list[str] = []
     subquad.convert(llama(), BATCHES, **{**options, "progress": lambda what, *_: told.append(what)}, folder=tmp_path)
-    assert told == ["done"]
+    assert set(told) == {"measuring what is proposed", "done"}
 
 
 def test_what_is_kept_belongs_to_one_conversion(tmp_path: Path) -> None:
@@ -350,6 +380,8 @@ BUDGETS = "'constant', 'exact 10%' (of the key heads), 'cache 20%' (of the memor
             {"budget": "exact 10%"},
             "convert: budget 'exact 10%' of 4 key heads is none; use 'constant', or a larger share",
         ),
+        ({"copying": -1}, "convert: copying must be a number of at least 0, got -1"),
+        ({"copying": "much"}, "convert: copying must be a number of at least 0, got 'much'"),
         ({"steps": 0}, "convert: steps must be a whole number of at least 1, got 0"),
         ({"seed": -1}, "convert: seed must be a whole number of at least 0, got -1"),
         ({"kinds": "window"}, "convert: kinds must be a list of window, features, got 'window'"),
@@ -379,6 +411,30 @@ def test_the_report_is_kept_as_json(tmp_path: Path) -> None:
     text = (tmp_path / "conversion.json").read_text()
     assert '"budget": "exact 25%"' in text
     shown = str(report)
-    assert shown.startswith(f"budget: exact 25%; expected on held-out batches: loss {report.nats:+.4f} nats per token")
+    measured = report.measured
+    assert shown.startswith(
+        f"budget: exact 25%; on held-out batches: loss {measured.nats:+.4f} nats per token (perplex"
+    )
+    assert f"), {measured.copying:+.3f} where a text comes again; prices of heads add up to {report.nats:.4f}" in shown
     assert all(layer.name in shown for layer in report.layers)
     assert "of keys and values" in shown
+
+
+def test_copying_is_priced_where_texts_come_again() -> None:
+    """By hand: errors in the second half of half of the held-out batch, read twice."""
+    window = subquad.WindowAttention(4, 32, global_tokens=1)
+    texts = Texts(BATCHES, causal=True)
+    (copy,) = texts.copies
+    assert torch.equal(copy, BATCHES[2][:, :30].repeat(1, 2))
+    kept = Kept(None, llama(), BATCHES, Settings(Shape(32, 1, 8), 2, 0))
+    found, names = candidates(Shape(32, 1, 8), ["window"]), [f"model.layers.{i}.self_attn" for i in range(2)]
+    priced = priced_layers(llama(), texts, Settings(Shape(32, 1, 8), 2, 0), names, found, kept, silent)
+    short = [ids[:, :30].repeat(1, 2) for ids in BATCHES]
+    cost = sensitivity(llama(), short, seed=0, tell=silent, second_half=True)
+    for name, recorded in zip(names, Recording(llama(), [copy], op="test", exact=True), strict=True):
+        (call,) = recorded.calls
+        off = (call.attend(window) - call.exact())[:, :, 30:].transpose(0, 1).flatten(1, 2)
+        nats = ((off @ cost[name].double()) * off).sum((1, 2)) / 2 / off.shape[1]
+        assert priced[name].prices["window 32"].copying.tolist() == pytest.approx(
+            nats.view(2, 2).sum(1).tolist(), rel=1e-4
+        )

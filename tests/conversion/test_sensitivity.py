@@ -1,5 +1,6 @@
 """What errors of heads cost, against what they do cost."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -30,24 +31,27 @@ def perturbed(model: Any, layer: str, error: Tensor, ids: Tensor) -> Tensor:
         return model(ids).logits.log_softmax(-1)
 
 
+@pytest.mark.parametrize("second_half", [False, True])
 @pytest.mark.parametrize("layer", [0, 1])
-def test_it_foretells_how_predictions_change(layer: int) -> None:
+def test_it_foretells_how_predictions_change(layer: int, second_half: bool) -> None:
     """Small errors, drawn anew for each token, of one head at a time: the divergence from the exact predictions.
 
-    Both sides are means over draws: .15 is four standard errors of their ratio.
+    Of the second half: errors are there, and so is what counts. Both sides are means over draws: .15 is four standard
+    errors of their ratio.
     """
     model, ids, name = llama(), random_ids(64, 24), f"model.layers.{layer}.self_attn"
-    cost = sensitivity(model, [ids] * 10, seed=0, tell=silent)[name].double()
+    first = 12 if second_half else 0
+    cost = sensitivity(model, [ids] * 10, seed=0, tell=silent, second_half=second_half)[name].double()
     exact = perturbed(model, name, torch.zeros(1, dtype=torch.float64), ids)
     generator = torch.Generator().manual_seed(1)
     for head in range(4):
         measured, foretold = 0.0, 0.0
         for _ in range(8):
             error = torch.zeros(64, 4, 24, 4, dtype=torch.float64)
-            error[:, head] = 1e-3 * torch.randn(64, 24, 4, generator=generator, dtype=torch.float64)
+            error[:, head, first:] = 1e-3 * torch.randn(64, 24 - first, 4, generator=generator, dtype=torch.float64)
             other = perturbed(model, name, error, ids)
-            measured += (exact.exp() * (exact - other)).sum(-1).mean().item()
-            foretold += ((error[:, head] @ cost[head]) * error[:, head]).sum(-1).mean().item() / 2
+            measured += (exact.exp() * (exact - other)).sum(-1)[:, first:].mean().item()
+            foretold += ((error[:, head] @ cost[head]) * error[:, head]).sum(-1)[:, first:].mean().item() / 2
         assert foretold == pytest.approx(measured, rel=0.15)
 
 
@@ -83,6 +87,19 @@ def test_only_the_first_tokens_take_part(monkeypatch: pytest.MonkeyPatch) -> Non
     whole = sensitivity(model, [ids], seed=0, tell=silent)[NAME]
     torch.testing.assert_close(whole, sensitivity(model, [ids[:, :8]], seed=0, tell=silent)[NAME])
     assert PIECE == 1024
+
+
+def test_nothing_of_a_batch_stays_in_memory() -> None:
+    """Without waiting for the collector of cycles, which does not know how large tensors are."""
+    model = llama()
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(type(x) is Tensor for x in gc.get_objects())
+        found = sensitivity(model, [random_ids(2, 12)] * 3, seed=0, tell=silent)
+        assert sum(type(x) is Tensor for x in gc.get_objects()) <= before + len(found)
+    finally:
+        gc.enable()
 
 
 def test_a_model_without_words_counts_changes_of_its_hidden_states() -> None:

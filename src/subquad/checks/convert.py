@@ -41,6 +41,13 @@ def sizes(window: Any, step: int, sinks: Any, num_features: Any, steps: Any, see
     seed_number("convert", seed)
 
 
+def weight(given: Any) -> float:
+    """Of copying."""
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given < math.inf:
+        raise ConfigError(f"convert: copying must be a number of at least 0, got {given!r}")
+    return float(given)
+
+
 def kinds(given: Any, possible: Sequence[str], budget: str) -> tuple[str, ...]:
     if given is None:
         return tuple(possible)

@@ -65,9 +65,10 @@ def _window(width: int, sinks: int) -> Candidate:
 
 
 class Price(NamedTuple):
-    """Of one candidate in one layer, for each key head: float64 `[K]`."""
+    """Of one candidate in one layer, for each key head: float64 `[K]`. copying: nats per token that is read again."""
 
     nats: Tensor
+    copying: Tensor
     nbytes: Tensor
 
 
@@ -94,37 +95,56 @@ class Priced(NamedTuple):
 NOTHING = Priced({}, 0.0, {})
 
 
+class Judges(NamedTuple):
+    """What candidates are priced by. calls: of held-out batches. sensitivity `[H, Dv, Dv]`: see
+    `conversion/sensitivity.py`. copies, of_copies: the same of texts that are read twice; there may be none."""
+
+    calls: Sequence[Call]
+    sensitivity: Tensor
+    copies: Sequence[Call]
+    of_copies: Tensor
+
+    def answered(self) -> "Judges":
+        """With the outputs of exact attention."""
+        calls, copies = (
+            [call.answered(call.exact(), exact=True) for call in some] for some in (self.calls, self.copies)
+        )
+        return self._replace(calls=calls, copies=copies)
+
+
 def priced(
     found: Sequence[Candidate],
     fit: Sequence[Call],
-    held: Sequence[Call],
-    sensitivity: Tensor,
+    judges: Judges,
     *,
     dtype: torch.dtype,
     layer: int,
     steps: int,
     seed: int,
 ) -> Priced:
-    """Fits features to the calls `fit`, and judges all candidates by the calls `held`, which are in float32 at least.
+    """Fits features to the calls `fit`, and prices all candidates. All calls are in float32 at least.
 
-    sensitivity `[H, Dv, Dv]`: see `conversion/sensitivity.py`. dtype: of the model, and so of most of its states.
+    dtype: of the model, and so of most of its states.
     """
-    fit, held = ([call.answered(call.exact(), exact=True) for call in calls] for calls in (fit, held))
+    fit, judges = [call.answered(call.exact(), exact=True) for call in fit], judges.answered()
+    held = judges.calls
     features: dict[str, Tensor] = {}
     prices: dict[str, Price] = {}
     all_nbytes = max(_bytes_of_all(call, dtype) for call in held)
     free = torch.zeros(held[0].k.shape[1], dtype=torch.float64)
     for candidate in found:
-        lost, kept = free, all_nbytes
+        lost, copying, kept = free, free, all_nbytes
         if candidate.kind != "exact":
             mechanism = _made(candidate, held[0], layer)
             if isinstance(mechanism, FavorAttention):
                 how = {"steps": steps, "rows": ROWS, "seed": seed}
                 mechanism = learned_attention(mechanism, fit, "hedgehog", mechanism.num_features, **how)
                 features = {name: x.detach() for name, x in mechanism.features.named_parameters()}
-            lost = _lost(mechanism, held, sensitivity)
+            lost = _lost(mechanism, held, judges.sensitivity)
+            if judges.copies:
+                copying = _lost(mechanism, judges.copies, judges.of_copies, second_half=True)
             kept = max(_state_bytes(mechanism, call, dtype) for call in held)
-        prices[str(candidate)] = Price(lost, torch.full_like(lost, kept))
+        prices[str(candidate)] = Price(lost, copying, torch.full_like(lost, kept))
     return Priced(prices, all_nbytes, features)
 
 
@@ -139,14 +159,15 @@ def _made(candidate: Candidate, call: Call, layer: int) -> Mechanism:
 
 
 @torch.no_grad()
-def _lost(mechanism: Mechanism, calls: Sequence[Call], sensitivity: Tensor) -> Tensor:
+def _lost(mechanism: Mechanism, calls: Sequence[Call], sensitivity: Tensor, *, second_half: bool = False) -> Tensor:
     """Nats per token, `[K]`; not a number where there is no token."""
     lost, tokens = torch.zeros(calls[0].q.shape[1], dtype=torch.float64), 0
     for call in calls:
-        off = call.attend(mechanism) - call.exact()
-        off = torch.where(call.real[:, None, :, None], off, 0).transpose(0, 1).flatten(1, 2).float()
+        rows = slice(call.q.shape[2] // 2 if second_half else 0, None)
+        off, real = (call.attend(mechanism) - call.exact())[:, :, rows], call.real[:, rows]
+        off = torch.where(real[:, None, :, None], off, 0).transpose(0, 1).flatten(1, 2).float()
         lost += ((off @ sensitivity) * off).sum((1, 2)).double().cpu() / 2
-        tokens += int(call.real.sum())
+        tokens += int(real.sum())
     return (lost / tokens).unflatten(0, (calls[0].k.shape[1], -1)).sum(1)
 
 

@@ -15,7 +15,7 @@ from subquad.conversion.candidates import NOTHING, Price, Priced, Shape
 from subquad.conversion.swap import attention_modules
 from subquad.recording.stream import Batch
 
-FORMAT = 1  # of the files; another one when what is fitted changes
+FORMAT = 2  # of the files; another one when what is fitted changes
 FEATURE, PRICE = "feature.", "price."  # before the names of fitted parameters, and of candidates
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from subquad import files
 from subquad.checks import diagnostics as checks
 from subquad.conversion.candidates import Candidate, Priced
+from subquad.conversion.measured import Measured
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,11 @@ class LayerPolicy:
 
 @dataclass(frozen=True)
 class Conversion:
-    """held_out: errors were measured on batches that no features were fitted to."""
+    """held_out: errors were measured on batches that no features were fitted to. measured: of the whole model."""
 
     budget: str
     held_out: bool
+    measured: Measured
     layers: tuple[LayerPolicy, ...]
 
     @property
@@ -61,8 +63,8 @@ class Conversion:
         width = max(5, *(len(layer.name) for layer in self.layers))
         where = "held-out" if self.held_out else "the same"
         lines = [
-            f"budget: {self.budget}; expected on {where} batches: loss {self.nats:+.4f} nats per token "
-            f"(perplexity times {math.exp(self.nats):.3f})",
+            f"budget: {self.budget}; on {where} batches: loss {self.measured.nats:+.4f} nats per token (perplexity "
+            f"times {math.exp(self.measured.nats):.3f}){self._copying()}; prices of heads add up to {self.nats:.4f}",
             f"{'layer':{width}}  {'nats':>8}  key heads",
         ]
         lines += [f"{layer.name:{width}}  {sum(layer.nats):8.5f}  {', '.join(layer.heads)}" for layer in self.layers]
@@ -71,10 +73,16 @@ class Conversion:
             lines.append(f"states: {kept}, {share:.0f} % of {self.all_nbytes / 1e6:.1f} MB of keys and values")
         return "\n".join(lines)
 
+    def _copying(self) -> str:
+        if self.measured.copying is None:
+            return ""
+        return f", {self.measured.copying:+.3f} where a text comes again"
+
 
 def layer_policy(name: str, found: Sequence[Candidate], priced: Priced, chosen: Tensor) -> LayerPolicy:
     """chosen int64 `[K]`: candidates of the key heads."""
-    nats, nbytes = (tuple(x.gather(1, chosen[:, None])[:, 0].tolist()) for x in priced.table(found))
+    price = priced.table(found)
+    nats, nbytes = (tuple(x.gather(1, chosen[:, None])[:, 0].tolist()) for x in (price.nats, price.nbytes))
     return LayerPolicy(name, tuple(str(found[i]) for i in chosen.tolist()), nats, nbytes, priced.all_nbytes)
 
 

@@ -24,22 +24,26 @@ PIECE = 1024  # tokens of a batch that take part at the most: memory of a backwa
 Sensitivity = Mapping[str, Tensor]  # by the name of the layer: G of each head, float32 `[H, Dv, Dv]`
 
 
-def sensitivity(model: Any, batches: Sequence[Batch], *, seed: int, tell: Tell) -> Sensitivity:
+def sensitivity(
+    model: Any, batches: Sequence[Batch], *, seed: int, tell: Tell, second_half: bool = False
+) -> Sensitivity:
     """G of every attention layer of a model of transformers, in nats per token.
 
     A model that predicts no words has no nats: there, d'Gd / 2 is half the squared relative change of its last hidden
-    states.
+    states. second_half: only errors and predictions there count; no padding then.
     """
     sums: dict[str, Tensor] = {}
     tokens, real = 0, torch.ones(0, 0, dtype=torch.bool)
 
     def observe(layer: Layer, call: Call) -> None:
-        def add(grad: Tensor) -> None:
-            g = torch.where(call.real[:, None, :, None], grad, 0).transpose(0, 1).flatten(1, 2).float()
+        nonlocal real
+        real = counts = call.real
+
+        def add(grad: Tensor) -> None:  # must not know the call: with a cycle through its output, no graph would go
+            rows = slice(grad.shape[2] // 2 if second_half else 0, None)
+            g = torch.where(counts[:, None, rows, None], grad[:, :, rows], 0).transpose(0, 1).flatten(1, 2).float()
             sums[layer.name] = sums.get(layer.name, 0) + g.mT @ g
 
-        nonlocal real
-        real = call.real
         checks.gradient_begins(model, call.output)
         cast(Tensor, call.output).register_hook(add)
 
@@ -50,7 +54,8 @@ def sensitivity(model: Any, batches: Sequence[Batch], *, seed: int, tell: Tell) 
             with torch.inference_mode(False), torch.enable_grad():
                 output = _run(model, piece)
                 each = _surprise(model, output, generator)
-                each = each[real] if real.shape == each.shape else each  # a class of a whole sequence has no padding
+                if each.shape == real.shape:  # a class of a whole sequence has no padding, and no halves
+                    each = each[:, each.shape[1] // 2 :] if second_half else each[real]
                 each.sum().backward()
             tokens += each.numel()
             tell("asking what errors cost", number + 1, len(batches))

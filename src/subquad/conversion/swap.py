@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from subquad.checks import conversion as checks
 from subquad.checks.recording import whole_attention
 from subquad.conversion.generation import CHILD, IMPLEMENTATION, keyed_layer, use_states
+from subquad.mechanism import Mechanism
 from subquad.mechanisms import mechanism_class
 from subquad.mechanisms.mixed import MixedAttention, checked_parts
 from subquad.nn.self_attention import layer_mechanism
@@ -51,27 +52,53 @@ def swap_attention(
         >>> model.encoder.layer[0].attention.self.subquad_attention.num_features
         32
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     from subquad.conversion.saved import remember
 
     found = list(replaceable_modules(model).values())
     names, given = checks.of_each_layer(attention, options, layer_options, len(found))
-    mechanisms = []
-    for layer, module in enumerate(found):
-        head_dim, key_heads = head_sizes(module)
-        own = with_scale(names[layer], given[layer], scaling(module, head_dim))
-        mechanisms.append(layer_mechanism(names[layer], own, head_dim=head_dim, key_heads=key_heads, layer=layer))
-    for module, mechanism in zip(found, mechanisms, strict=True):
-        setattr(module, CHILD, mechanism.to(_device(module, model)).train(module.training))
-    AttentionInterface.register(IMPLEMENTATION, _attend)
-    AttentionMaskInterface.register(IMPLEMENTATION, given_mask)
+    for module, mechanism in zip(found, mechanisms_of(model, names, given), strict=True):
+        setattr(module, CHILD, mechanism.train(module.training))
+    _register()
     model.set_attn_implementation(IMPLEMENTATION)  # pyright: ignore[reportCallIssue]
     checks.goes_through_us(model, IMPLEMENTATION)
     _forget_gguf(model)
     remember(model, names, given)
     use_states(model)
     return model
+
+
+def mechanisms_of(model: Any, attention: Sequence[str], options: Sequence[dict[str, Any]]) -> list[Mechanism]:
+    """New ones, as the layers of the model need them, where they compute."""
+    made = []
+    for layer, module in enumerate(replaceable_modules(model).values()):
+        head_dim, key_heads = head_sizes(module)
+        own = with_scale(attention[layer], options[layer], scaling(module, head_dim))
+        mechanism = layer_mechanism(attention[layer], own, head_dim=head_dim, key_heads=key_heads, layer=layer)
+        made.append(mechanism.to(_device(module, model)))
+    return made
+
+
+@contextmanager
+def mechanisms_in_place(model: Any, mechanisms: Sequence[Mechanism]) -> Iterator[None]:
+    """For a while these are the attention of the model, which has none of ours before and afterwards."""
+    modules = list(replaceable_modules(model).values())
+    _register()
+    try:
+        for module, mechanism in zip(modules, mechanisms, strict=True):
+            setattr(module, CHILD, mechanism)
+        with implementation(model, IMPLEMENTATION):
+            yield
+    finally:
+        for module in modules:
+            if hasattr(module, CHILD):
+                delattr(module, CHILD)
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(IMPLEMENTATION, _attend)
+    AttentionMaskInterface.register(IMPLEMENTATION, given_mask)
 
 
 @contextmanager
