@@ -4,30 +4,27 @@
     python benchmarks/conversion.py runs/long --length 8192 --fit 3 --tests 1
 
 Perplexity divided by that of the exact model; standard errors are of its logarithm, over blocks of 64 tokens. Copy: the
-perplexity of 512 tokens that were all read just before. What is fitted is kept in the folder: interrupted, the same
-command goes on, and `--rows` does a part of the work.
+perplexity where the first tokens of a text come again, 512 tokens and half of the length after they were read. What is
+fitted is kept in the folder: interrupted, the same command goes on, and `--rows` does a part of the work.
 """
 
 import argparse
-import itertools
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import subquad
 from subquad import FavorAttention
+from subquad.bench.bill.texts import compared, copying, losses
 from subquad.bench.real_heads import Sizes, load_model
 from subquad.bench.records import machine
 from subquad.conversion import swap_attention
 from subquad.files import write_text
 
-BLOCK, AT_ONCE, COPIED = 64, 1024, 512
 WINDOW, SINKS, FEATURES = 256, 4, 64
 EQUAL = 344  # a window of the memory of those features and that window
 
@@ -93,48 +90,36 @@ def measured(change: Callable[..., None], sizes: Sizes, options: argparse.Namesp
     real = load_model("smollm2", sizes=sizes)
     model, texts = real.model, [batch["input_ids"] for batch in real.test]
     texts = [text[None] for batch in texts for text in batch]
-    copied = texts[0][:, :COPIED].repeat(1, 2)
-    exact, exact_copy = [losses(model, text) for text in texts], losses(model, copied)[COPIED:]
+    exact, exact_copy = [losses(model, text) for text in texts], copies(model, texts)
     change(model, real.fit, options)
-    found = {"perplexity": torch.cat(exact).mean().exp().item(), "exact_copy": exact_copy.mean().exp().item()}
-    found |= compared([losses(model, text) for text in texts], exact)
-    found["copy"] = losses(model, copied)[COPIED:].mean().exp().item()
+    found = {"perplexity": torch.cat(exact).mean().exp().item(), "exact_copy": exact_copy}
+    found |= compared([losses(model, text) for text in texts], exact)._asdict()
+    found["copy"] = copies(model, texts)
     found["state"] = model(texts[0], use_cache=True, logits_to_keep=1).past_key_values.nbytes()
     layers = [module for module in model.modules() if isinstance(module, FavorAttention)]
     if layers:
         for layer in layers:
             layer.far = False
-        found["far_off"] = compared([losses(model, text) for text in texts], exact)["ratio"]
+        found["far_off"] = compared([losses(model, text) for text in texts], exact).ratio
     return found
 
 
-def losses(model: Any, ids: Tensor) -> Tensor:
-    """Of every token but the first, in nats; logits of all tokens at once would be larger than the model."""
-    hidden = model.model(ids, use_cache=False).last_hidden_state[0, :-1]
-    parts = zip(hidden.split(AT_ONCE), ids[0, 1:].split(AT_ONCE), strict=True)
-    return torch.cat([F.cross_entropy(model.lm_head(x), wanted, reduction="none") for x, wanted in parts])
-
-
-def compared(now: list[Tensor], exact: list[Tensor]) -> dict[str, Any]:
-    """The ratio of perplexities, its error, and the ratio at each doubling of the position from 2,048 on."""
-    worse = [a - b for a, b in zip(now, exact, strict=True)]
-    blocks = torch.cat([x[: len(x) // BLOCK * BLOCK].view(-1, BLOCK).mean(1) for x in worse])
-    length, borders = len(worse[0]), [0]
-    while borders[-1] < length:
-        borders.append(min(length, max(2048, 2 * borders[-1])))
-    ranges = itertools.pairwise(borders)
-    by_place = {f"{a}-{b}": torch.cat([x[a:b] for x in worse]).mean().exp().item() for a, b in ranges}
-    error = blocks.std().item() / math.sqrt(len(blocks))
-    return {"ratio": torch.cat(worse).mean().exp().item(), "error": error, "by_place": by_place}
+def copies(model: Any, texts: list[Tensor]) -> dict[str, float]:
+    """Perplexity where the beginning of a text comes again, by how many tokens ago it was read."""
+    half = texts[0].shape[1] // 2
+    return {str(distance): copying(model, texts, distance) for distance in sorted({min(512, half), half})}
 
 
 def show(records: list[dict[str, Any]]) -> None:
-    print(f"{'':20} ratio          far off   copy      MB   by place")
+    print(f"{'':20} ratio          far off   copy (exact)                    MB   by place")
     for r in records:
         far = f"{r['far_off']:.4f}" if "far_off" in r else ""
         places = ", ".join(f"{place}: {ratio:.3f}" for place, ratio in r["by_place"].items())
         head = f"{r['row']:20} {r['ratio']:.4f} ±{r['error']:.4f} {far:8}"
-        print(f"{head} {r['copy']:6.2f} {r['state'] / 1e6:7.1f}   {places}")
+        copy = " ".join(
+            f"{distance}: {r['copy'][distance]:.2f} ({exact:.2f})" for distance, exact in r["exact_copy"].items()
+        )
+        print(f"{head} {copy} {r['state'] / 1e6:7.1f}   {places}")
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ def test_conversion_in_miniature(
         return RealModel(name, name, llama().float(), batches[: sizes.fit], batches[sizes.fit :], 16)
 
     words = [str(tmp_path), "--length", "96", "--fit", "2", "--tests", "2", "--steps", "1"]
-    small = {"WINDOW": 32, "SINKS": 1, "FEATURES": 8, "BLOCK": 16, "COPIED": 40}
+    small = {"WINDOW": 32, "SINKS": 1, "FEATURES": 8}
     module = benchmark("conversion", [*words, "--rows", "no attention,constant,pages"], load_model=load, **small)
     module.main()
     results = json.loads((tmp_path / "conversion.json").read_text())["results"]

@@ -10,6 +10,7 @@ from typer.exceptions import TyperException
 
 from subquad.checks.extras import extra
 from subquad.cli.bench import bench_app
+from subquad.cli.bill import bill
 from subquad.cli.calibrate import calibrate
 from subquad.cli.convert import convert
 from subquad.cli.demo import demo
@@ -41,6 +42,7 @@ for command, example in (
     (diagnose, "subquad diagnose runs/mine proteins.fasta --output heads.png"),
     (calibrate, "subquad calibrate runs/mine proteins.fasta --features auto --out runs/calibrated"),
     (convert, "subquad convert my-llama book.txt --budget 'exact 10%' --length 4096 --out my-llama-long"),
+    (bill, "subquad bill my-llama-long other-book.txt --length 4096 --speed 1024,4096,16384 --output bill.json"),
     (demo, "subquad demo --out demo"),
     (doctor, "subquad doctor"),
 ):

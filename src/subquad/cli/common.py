@@ -175,6 +175,18 @@ def exact_model_with_sequences(path: Path, texts: list[Path], length: int) -> "t
     return model.eval(), tokenizer, sequences
 
 
+def converted_model_with_sequences(path: Path, texts: list[Path], length: int) -> "tuple[Any, Any, list[Tensor]]":
+    """A converted model, its tokenizer, and texts, cut to `length` tokens."""
+    import subquad.conversion
+
+    quiet()
+    checks.folder_there(path)
+    with checks.loadable(path):
+        model = subquad.conversion.load(path)
+    tokenizer, sequences = _tokens(path, model.config, texts, length)
+    return model.eval(), tokenizer, sequences
+
+
 def _load_hugging_face(folder: Path, config: Any, paths: list[Path], length: int) -> "tuple[Any, list[Tensor]]":
     from transformers import AutoModel
 
