@@ -128,4 +128,11 @@ MODELS = (
         "min(BATCH_TOKENS, LOGITS)",
         "tests/models/test_scoring.py -k 'large_vocabularies'",
     ),
+    Mutant(
+        "folders: padding counts as hidden tokens",
+        "models/scoring.py",
+        "torch.full((len(jobs), width), _padding(before, after))",
+        "torch.full((len(jobs), width), mask)",
+        "tests/cli/test_pretrained.py -k 'pseudo_scores'",
+    ),
 )
