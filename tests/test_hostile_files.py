@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import crash_outputs
+import tiny_folders
 from subquad import errors
 from subquad.cli import main
 from subquad.data import load_images, load_proteins, load_text, protein_tokenizer
@@ -59,7 +60,7 @@ def complaint(arguments: list[Any], capsys: pytest.CaptureFixture[str]) -> str:
 # Code -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["diagnose", "spectrum"])
+@pytest.mark.parametrize("command", ["diagnose", "spectrum", "score", "embed", "generate"])
 def test_models_with_code_are_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model"
     model.mkdir()
@@ -67,7 +68,8 @@ def test_models_with_code_are_refused(command: str, tmp_path: Path, capsys: pyte
     maps = {"AutoConfig": "evil.EvilConfig", "AutoModel": "evil.EvilConfig"}
     (model / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": maps}))
     (tmp_path / "text.txt").write_text("words")
-    assert complaint([command, model, tmp_path / "text.txt"], capsys) == (
+    files = [] if command == "generate" else [tmp_path / "text.txt"]
+    assert complaint([command, model, *files], capsys) == (
         f"{model}: asks to run Python code that comes with it, which subquad never does; if you trust it, load the "
         "model in Python with trust_remote_code=True and use subquad.diagnose, subquad.calibrate or "
         "subquad.diagnostics.spectrum there"
@@ -127,6 +129,28 @@ def test_pickled_weights_that_run_code_are_refused(
     (tmp_path / "images.npz").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
     assert "images.npz: " in complaint(["train", "image", tmp_path / "images.npz"], capsys)
     assert not (tmp_path / "ran").exists()
+
+
+def test_folders_of_transformers_run_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither the code of a tokenizer nor a pickle of weights, in folders that load without them."""
+    model, text = tmp_path / "model", tmp_path / "text.txt"
+    tiny_folders.save_llama(model)
+    text.write_text("a road")
+    assert main(["score", str(model), str(text)]) == 0
+    shutil.copytree(model, tmp_path / "tokens")
+    (tmp_path / "tokens" / "evil.py").write_text(EVIL)
+    names = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.EvilConfig", None]}}
+    (tmp_path / "tokens" / "tokenizer_config.json").write_text(json.dumps(names))
+    assert complaint(["score", tmp_path / "tokens", text], capsys).startswith(
+        f"{tmp_path / 'tokens'}: asks to run Python code that comes with it, which subquad never does; "
+    )
+    (model / "model.safetensors").unlink()
+    torch.save({"model.embed_tokens.weight": Evil(tmp_path / "ran")}, model / "pytorch_model.bin")
+    for command in ("score", "embed", "diagnose"):
+        assert complaint([command, model, text], capsys).startswith(
+            f"{model}: holds a pickle that would run code, which is never loaded; "
+        )
+    assert not list(tmp_path.rglob("ran"))
 
 
 # Names ----------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=" ", mask_token="#", pad_token=" ")
         fast.save_pretrained(folder / name)
     llama().save_pretrained(folder / "plain")
+    fast.save_pretrained(folder / "plain")
     (folder / "some.txt").write_text("".join(random.Random(0).choices(LETTERS[:-1], k=900)))
     return folder
 
@@ -88,7 +89,9 @@ def test_mistakes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     text, output = str(folder / "some.txt"), str(tmp_path / "bill.json")
     llama_and_text = ["bill", str(folder / "llama"), text, "--output", output]
     plain = folder / "plain"
-    assert complaint(["bill", str(plain), text, "--output", output], capsys).startswith(f"{plain}: ")
+    assert complaint(["bill", str(plain), text, "--output", output], capsys) == (
+        f"bill: {plain} is no converted model; make one of it with subquad convert"
+    )
     assert complaint([*llama_and_text, "--length", "901"], capsys) == (
         f"{text}: holds no stretch of 901 tokens; give longer texts, or a smaller --length"
     )

@@ -56,8 +56,17 @@ def test_command_is_the_function(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert json.loads((out / "conversion.json").read_text()) == json.loads(report.as_json())
     with torch.no_grad():
         assert torch.equal(subquad.load(out)(ids[:, :64]).logits, model(ids[:, :64]).logits)
-    assert AutoTokenizer.from_pretrained(out)("abc")["input_ids"] == [0, 1, 2]
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer("abc")["input_ids"] == [0, 1, 2]
+    assert main(["generate", str(out), "--prompt", "abc", "--length", "9", "--greedy"]) == 0
+    prompt = torch.tensor([[0, 1, 2]])
+    made = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False)
+    assert capsys.readouterr().out == tokenizer.decode(made[0], skip_special_tokens=True) + "\n"
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    (out / "conversion.json").write_text("{}")
+    assert complaint(["generate", str(out), "--prompt", "abc"], capsys) == (
+        f"{out}: conversion.json is not what was written; use a copy that is whole, or --resume the run that made it"
+    )
 
 
 def complaint(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -68,7 +77,7 @@ def complaint(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_mistakes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, text, new = folder / "llama", folder / "some.txt", tmp_path / "new"
     assert complaint(["convert", str(folder / "no"), str(text), "--out", str(new)], capsys) == (
-        f"{folder / 'no'}: there is no such folder; a model of the hub must be downloaded first"
+        f"{folder / 'no'}: does not exist; give a run folder or a model folder"
     )
     assert complaint(command(folder, folder), capsys) == f"--out {folder}: exists already; give another name"
     assert complaint([*command(folder, new), "--length", "700"], capsys) == (

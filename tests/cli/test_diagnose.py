@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertTokenizer
+from transformers import AutoTokenizer, BertTokenizer
 
+import tiny_folders
+import tiny_heads
 from subquad import diagnose
 from subquad.cli import main
 from subquad.cli.common import load_model
+from subquad.conversion import swap_attention
 from subquad.data import encode
 from tiny_hugging_face import bert
 from tiny_models import TINY_RUN
@@ -64,6 +67,57 @@ def test_command_on_a_run_is_the_function(tmp_path: Path, capsys: pytest.Capture
         assert one["entropy"] == pytest.approx(other.entropy, rel=1e-5)
         assert one["error"] == pytest.approx(other.error, rel=1e-3)
     assert "1/1" not in capsys.readouterr().out
+
+
+def test_command_on_a_converted_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own features and its exact heads are judged, in windows of text that begin with the start token."""
+    model, text, numbers = tiny_folders.save_converted(tmp_path / "model"), tmp_path / "some.txt", tmp_path / "x.json"
+    text.write_text("so it goes on and on and no end is near " * 3)
+    command = ["diagnose", str(tmp_path / "model"), str(text), "--length", "40", "--num", "2", "--rows", "9"]
+    assert main([*command, "--json", str(numbers)]) == 0
+    tokens = tiny_folders.letters(front=False)(text.read_text())["input_ids"]
+    windows = [[tiny_folders.START, *tokens[start : start + 39]] for start in (0, 39)]
+    want = diagnose(model.base_model, [{"input_ids": torch.tensor(windows)}], rows=9)
+    got = json.loads(numbers.read_text())["layers"]
+    where = "self_attn.subquad_attention.parts"
+    names = [f"layers.0.{where}.favor0", f"layers.0.{where}.softmax1", f"layers.1.{where}.favor1"]
+    assert [layer["name"] for layer in got] == names
+    assert [layer["own"] for layer in got] == [True, False, True]
+    for one, other in zip(got, want.layers, strict=True):
+        assert one["far_share"] == (None if not other.own else pytest.approx(other.far_share, rel=1e-6))
+        errors = [head.error for head in other.heads]
+        assert [head["error"] for head in one["heads"]] == pytest.approx(errors, rel=1e-6)
+    shown = capsys.readouterr().out
+    assert shown.endswith(
+        f"{want.far_field}\n"
+        "mechanisms:\n"
+        "  layer 0: mixed, favor on key head 0; softmax on key head 1\n"
+        "  layer 1: mixed, window on key head 0; favor on key head 1\n"
+    )
+
+
+def test_windows_are_no_estimates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model without features is not judged as if it were exact."""
+    tiny_folders.save_llama(tmp_path)
+    swap_attention(tiny_heads.llama(), "window", window=4).save_pretrained(tmp_path)
+    (tmp_path / "some.txt").write_text("so it goes")
+    capsys.readouterr()
+    assert main(["diagnose", str(tmp_path), str(tmp_path / "some.txt"), "--length", "8"]) == 2
+    assert capsys.readouterr().err == "subquad: error: diagnose: LlamaModel has no favor or softmax attention\n"
+
+
+def test_command_on_residues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of FASTA records, the first tokens; special ones stand around them."""
+    model, fasta, numbers = tiny_folders.save_esm(tmp_path / "esm"), tmp_path / "x.fasta", tmp_path / "x.json"
+    fasta.write_text(">one\nMKVLATGGSTYW\n>two\nmkv\n")
+    command = ["diagnose", str(tmp_path / "esm"), str(fasta), "--length", "10", "--near", "4", "--rows", "9"]
+    assert main([*command, "--json", str(numbers)]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "esm")
+    batches = [torch.tensor([tokenizer(text)["input_ids"]]) for text in ("MKVLATGG", "MKV")]
+    given = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in batches]
+    want = diagnose(model.base_model, given, rows=9, near=4).layers[0].heads
+    got = json.loads(numbers.read_text())["layers"][0]["heads"]
+    assert [head["entropy"] for head in got] == pytest.approx([head.entropy for head in want], rel=1e-5)
 
 
 def test_mistakes_of_the_command(words: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -369,7 +369,7 @@ ERRORS = {
     "empty text": (lambda f: load_text([write(f, "t.txt", "")]), "t.txt: holds no sequence"),
     "no UTF-8": (
         lambda f: load_text([write(f, "u.txt", b"ab\xff")], byte_tokenizer()),
-        "u.txt: is not UTF-8 text (invalid start byte at byte 2); train on bytes",
+        "u.txt: is not UTF-8 text (invalid start byte at byte 2); save it as UTF-8, or train on bytes",
     ),
     "no images": (
         lambda f: load_images(write(f, "labels", struct.pack(">4BI", 0, 0, 8, 1, 1) + b"\0")),

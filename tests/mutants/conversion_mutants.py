@@ -86,7 +86,7 @@ CONVERSION = (
     # conversion/converting.py
     Mutant(
         "conversion: heads get the features of the first ones",
-        "conversion/layers.py",
+        "conversion/convertible.py",
         "parameter.copy_(fitted[name][heads])",
         "parameter.copy_(fitted[name][: len(parameter)])",
         "tests/conversion/test_converting.py -k their_own_features",
@@ -296,7 +296,7 @@ CONVERSION = (
     ),
     Mutant(
         "conversion: what is measured has no fitted features",
-        "conversion/layers.py",
+        "conversion/convertible.py",
         "        self._give_features(mechanisms)\n        with",
         "        with",
         "tests/conversion/test_converting.py -k reported_is_what_runs",

@@ -114,4 +114,25 @@ MODELS = (
         "targets = ids[:, begin:end, None]",
         "tests/models/test_models.py -k 'log_likelihoods'",
     ),
+    Mutant(
+        "folders: pieces of a long text forget those before them",
+        "models/scoring.py",
+        'past = {"past_key_values": checks.goes_on(',
+        'past = {"output_hidden_states": None is checks.goes_on(',
+        "tests/models/test_scoring.py -k 'pieces_give'",
+    ),
+    Mutant(
+        "folders: logits of large vocabularies are held at once",
+        "models/scoring.py",
+        "min(BATCH_TOKENS, LOGITS // model.config.get_text_config().vocab_size)",
+        "min(BATCH_TOKENS, LOGITS)",
+        "tests/models/test_scoring.py -k 'large_vocabularies'",
+    ),
+    Mutant(
+        "folders: padding counts as hidden tokens",
+        "models/scoring.py",
+        "torch.full((len(jobs), width), _padding(before, after))",
+        "torch.full((len(jobs), width), mask)",
+        "tests/cli/test_pretrained.py -k 'pseudo_scores'",
+    ),
 )

@@ -159,4 +159,12 @@ RECORDING = (
         "module.training = model.training",
         "tests/recording/test_recording.py -k 'modes_alone'",
     ),
+    # recording/stream.py
+    Mutant(
+        "folders: a model of windows is judged as an exact one",
+        "recording/stream.py",
+        "    checks.no_other_mechanism(op, model, len(own_layers(model, Mechanism)))\n",
+        "",
+        "tests/cli/test_diagnose.py -k 'no_estimates'",
+    ),
 )

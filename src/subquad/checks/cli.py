@@ -33,22 +33,9 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def folder_there(folder: Path) -> None:
-    if not folder.is_dir():
-        raise DataError(f"{folder}: there is no such folder; a model of the hub must be downloaded first")
-
-
-def architecture(folder: Path, config: Any, library: Any) -> Any:
-    """The class that a model of transformers was saved as; nothing but its own classes is ever looked up."""
-    if config.model_type in ("subquad", "subquad_converted"):
-        raise CheckpointError(
-            f"{folder}: is a model of subquad already ({config.model_type}); give one of transformers"
-        )
-    name = (config.architectures or [""])[0]
-    found = getattr(library, name, None) if name.isidentifier() else None
-    if not isinstance(found, type) or not issubclass(found, library.PreTrainedModel):
-        raise CheckpointError(f"{folder}: its config.json names no class of transformers (architectures: {name!r})")
-    return found
+def converted_model(path: Path, converted: bool) -> None:
+    if not converted:
+        raise ConfigError(f"bill: {path} is no converted model; make one of it with subquad convert")
 
 
 def long_enough(count: int, paths: list[Path], length: int) -> None:
@@ -60,10 +47,6 @@ def long_enough(count: int, paths: list[Path], length: int) -> None:
 
 
 def subquad_model(folder: Path, config: Any) -> None:
-    if config.model_type != "subquad":
-        raise CheckpointError(
-            f"{folder}: is a {config.model_type!r} model; the command line runs models trained by subquad"
-        )
     if config.domain not in ("protein", "text", "image"):
         raise CheckpointError(f"{folder}: does not say whether it is for protein, text or image; set config.domain")
     if not isinstance(config.bos_token_id, int) or not 0 <= config.bos_token_id < config.vocab_size:
@@ -72,10 +55,13 @@ def subquad_model(folder: Path, config: Any) -> None:
         )
 
 
-def whole_model(folder: Path, report: Any, allowed: str | None) -> None:
-    """Weights that are missing would be random, weights left over mean another model."""
+UNUSED = ("pooler.", "seq_relationship.")  # parts of BERT that many folders hold beside a model without them
+
+
+def whole_model(folder: Path, report: Any, allowed: tuple[str, ...]) -> None:
+    """Weights that are missing would be random, weights left over mean another model. allowed: parts of their names."""
     missing = sorted(report["missing_keys"])
-    left_over = sorted(key for key in report["unexpected_keys"] if not (allowed and key.startswith(allowed)))
+    left_over = sorted(key for key in report["unexpected_keys"] if not any(part in key for part in allowed))
     if missing or left_over or report["mismatched_keys"]:
         wrong = [*missing, *left_over, *map(str, report["mismatched_keys"])]
         raise CheckpointError(f"{folder}: the weights are not those of the config ({', '.join(wrong[:3])} ...)")
@@ -161,11 +147,10 @@ def something_to_read(count: int, paths: list[Path]) -> None:
         raise DataError(f"{', '.join(map(str, paths))}: holds no sequence")
 
 
-def length_fits(length: int, *limits: int | None) -> None:
+def length_fits(length: int, limit: int | None) -> None:
     """Models with learned positions fail beyond theirs, others have never seen such."""
-    longest = min((limit for limit in limits if limit is not None), default=length)
-    if length > longest:
-        raise ConfigError(f"--length: the model takes at most {longest} tokens, got {length}")
+    if limit is not None and length > limit:
+        raise ConfigError(f"--length: the model takes at most {limit} tokens, got {length}")
 
 
 def feature_count(text: str | None) -> "int | Literal['auto'] | None":

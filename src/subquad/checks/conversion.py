@@ -52,12 +52,6 @@ def base_of_converted(base_type: Any, base: Any) -> tuple[str, dict[str, Any]]:
     return base_type, base
 
 
-def known_architecture(name: str, found: Any, kind: type) -> Any:
-    if not isinstance(found, type) or not issubclass(found, kind):
-        raise ConfigError(f"a converted model is a {name!r}, which this version of transformers does not have")
-    return found
-
-
 def head_of(auto: Any, config: type, model_type: str) -> Any:
     try:
         return auto._model_mapping[config]

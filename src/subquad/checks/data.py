@@ -42,7 +42,9 @@ def readable(path: Path) -> Iterator[None]:
     except (gzip.BadGzipFile, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise DataError(f"{path}: compressed data is damaged ({error})") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); train on bytes") from error
+        raise DataError(
+            f"{path}: is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8, or train on bytes"
+        ) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (ValueError, TypeError, struct.error) as error:

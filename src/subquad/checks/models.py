@@ -147,6 +147,22 @@ def sequences(given: Sequence[Tensor]) -> None:
             raise ShapeError(f"sequence {number}: must be a vector of at least one token id, got {shape_of(ids)}")
 
 
+def start_tokens(given: Tensor) -> Tensor:
+    if not len(given):
+        raise ConfigError("log_likelihoods: start must have at least one token, which the first one is judged after")
+    return given
+
+
+def goes_on(model: Any, cache: Any, piece: int) -> Any:
+    """What the next piece of a long sequence is read with."""
+    if cache is None:
+        raise ConfigError(
+            f"log_likelihoods: {type(model).__name__} gives no past_key_values, so a sequence of more than {piece} "
+            "tokens cannot be read piece by piece; give shorter ones"
+        )
+    return cache
+
+
 def cache(given: Any, kind: type, causal: bool, layers: int) -> None:
     if not causal:
         raise ConfigError("subquad model: only a causal model can continue a sequence; use_cache needs causal=True")

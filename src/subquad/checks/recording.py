@@ -34,6 +34,12 @@ def can_be_recorded(op: str, model: Any) -> None:
         )
 
 
+def no_other_mechanism(op: str, model: Any, others: int) -> None:
+    """Mechanisms that are none of those asked for would be passed over, as if the model were exact."""
+    if others:
+        raise ConfigError(f"{op}: {type(model).__name__} has no favor or softmax attention")
+
+
 def something_recorded(op: str, model: Any, layers: int) -> None:
     if not layers:
         raise ConfigError(

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def bill(
-    model: Annotated[Path, typer.Argument(help="Folder of a converted model, with its tokenizer.")],
+    model: Annotated[
+        Path, typer.Argument(help="Folder of a converted model, with its tokenizer, or its name on the hub.")
+    ],
     texts: Annotated[list[Path], typer.Argument(help="Text files, or folders of them, that it was not fitted to.")],
     length: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 2048,
     num: Annotated[int, typer.Option(help="Sequences, spread over the texts.")] = 3,
@@ -41,25 +43,28 @@ def bill(
     from rich.console import Console
 
     from subquad.bench.bill import Biller, plan_of
-    from subquad.cli.common import batched, converted_model_with_sequences, prepare_json, say
+    from subquad.cli.common import batched, cut_sequences, load_model, prepare_json, say
+    from subquad.conversion.saved import is_swapped
 
     prepare_json(output)
     checks.count("--length", length)
     checks.count("--num", num)
     lengths = bench_checks.numbers("--speed", speed) if speed else ()
-    loaded, tokenizer, sequences = converted_model_with_sequences(model, texts, length)
-    causal = bool(loaded.can_generate())
-    if causal:
+    loaded = load_model(model)
+    checks.converted_model(model, is_swapped(loaded.model.config))
+    sequences = cut_sequences(loaded, texts, length)
+    if loaded.causal:
         long = [ids[None] for ids in sequences if len(ids) == length]
         checks.long_enough(len(long), texts, length)
         some = _spread(long, num)
-        found = Biller(loaded, plan_of(loaded, some), output).texts(some, tokenizer, lengths, progress=True)
+        biller = Biller(loaded.model, plan_of(loaded.model, some), output)
+        found = biller.texts(some, loaded.tokenizer, lengths, progress=True)
     else:
         some = _spread(sequences, num)
-        biller = Biller(loaded, plan_of(loaded, some), output)
-        found = biller.sequences(batched(some), tokenizer.mask_token_id, progress=True)
+        biller = Biller(loaded.model, plan_of(loaded.model, some), output)
+        found = biller.sequences(batched(some), loaded.tokenizer.mask_token_id, progress=True)
     console = Console()
-    for table in tables(found, causal=causal):
+    for table in tables(found, causal=loaded.causal):
         console.print(table)
     say(f"numbers: {output}")
     return 0

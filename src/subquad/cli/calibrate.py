@@ -32,7 +32,7 @@ def calibrate(
 ) -> int:
     """Fits the features of a FAVOR model to data, and saves the model that comes out."""
     import subquad
-    from subquad.cli.common import batched, cut_sequences, load_model, say
+    from subquad.cli.common import batched, cut_sequences, load_own_model, say
     from subquad.files import sweep
     from subquad.training import save_model
 
@@ -41,7 +41,7 @@ def calibrate(
     checks.count("--length", length)
     checks.count("--num", num)
     count = checks.feature_count(features)
-    loaded = load_model(model)
+    loaded = load_own_model(model, "subquad calibrate")
     found = cut_sequences(loaded, sequences, length)[:num]
     options = {"estimator": estimator, "num_features": count, "steps": steps, "target": target, "cap": cap}
     report = subquad.calibrate(loaded.model, batched(found), **options, seed=seed)

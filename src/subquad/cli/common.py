@@ -3,9 +3,11 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from subquad.checks import architecture, pretrained
 from subquad.checks import cli as checks
 from subquad.data.vocabulary import SPECIALS
 from subquad.errors import printable
@@ -14,17 +16,58 @@ from subquad.files import sweep
 if TYPE_CHECKING:
     from torch import Tensor
 
+MODEL = "Run, model folder, folder of a model of transformers (converted or not), or its name on the hub, owner/name."
+FILES = (
+    "FASTA, text or image files, as the model takes them. For models of transformers: FASTA if the tokens of the model "
+    "are single residues (ESM, protein BERT) or the file ends in .fasta, .fa or .faa (also .gz), else text."
+)
+HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")  # no pickles, no code
 
-class Loaded(NamedTuple):
-    """A model, ready to run, and what turns files into its inputs."""
+
+class Named(NamedTuple):
+    name: str
+    ids: "Tensor"  # [T], without special tokens
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model of ours, ready to run, and what turns files into its inputs. `Pretrained` is the same of transformers."""
 
     model: Any
     tokenizer: Any
     domain: str
 
     @property
+    def causal(self) -> bool:
+        return bool(self.model.config.causal)
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens that it takes at most."""
+        return None
+
+    @property
     def start(self) -> int:
         return self.model.config.bos_token_id
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """Special tokens in front of every sequence."""
+        return (self.start,)
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        """Special tokens behind every sequence."""
+        return ()
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """What the first token of a sequence is judged after, and what generating without a prompt goes on from."""
+        return self.before
+
+    @property
+    def mask(self) -> int:
+        return SPECIALS.index("<mask>") if self.tokenizer is None else self.tokenizer.mask_token_id
 
     @property
     def bytewise(self) -> bool:
@@ -39,27 +82,136 @@ class Loaded(NamedTuple):
             return [i for i in range(len(SPECIALS)) if i != self.start]
         return [i for i in self.tokenizer.all_special_ids if i != self.start]
 
+    def check_predicts(self) -> None:
+        """Raises if it predicts no tokens."""
+
+    def check_generates(self, path: Path) -> None:
+        """Raises if it cannot generate; path: as the user named it."""
+        checks.causal_model(path, self.causal)
+
+    def read(self, paths: list[Path]) -> list[Named]:
+        """FASTA records, text files or images, as the model takes them."""
+        return read_sequences(self, paths)
+
+    def check_lengths(self, named: list[Named]) -> None:
+        """Raises if one of them is longer than what the model takes."""
+        limit, around = self.limit, len(self.before) + len(self.after)
+        for item in named:
+            pretrained.sequence_fits(item.name, around + len(item.ids), limit)
+
+    def prompt_ids(self, prompt: str) -> "Tensor":
+        """`[1, T]`: the start token and the prompt."""
+        import numpy as np
+        import torch
+
+        from subquad.data import encode
+
+        tokens: list[int] = []
+        if self.domain == "protein":
+            tokens = encode(prompt, "--prompt").astype(np.int64).tolist()
+        elif self.domain == "text":
+            raw = checks.utf8_prompt(prompt)
+            whole = [byte + len(SPECIALS) for byte in raw]  # as in training: bytes know no special words
+            tokens = whole if self.bytewise else self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        return torch.tensor([[self.start, *tokens]])
+
+    def generation(self, *, endless: bool) -> dict[str, Any]:
+        """What `generate()` of transformers has to know of this model."""
+        stop = not endless and self.domain != "image"
+        return {
+            "suppress_tokens": self.forbidden + ([] if stop else [self.start]),
+            "eos_token_id": self.start if stop else None,
+            "pad_token_id": self.model.config.pad_token_id,
+        }
+
+    @property
+    def hidden(self) -> set[int]:
+        """Special tokens, which are never shown."""
+        return {self.start, *self.forbidden}
+
+    @property
+    def ends(self) -> list[int]:
+        """New tokens that end a sequence, and are not shown."""
+        return [self.start]
+
+    def content(self, row: "Tensor", prompt: int) -> "Tensor":
+        """The tokens to show of a row that was generated from `prompt` tokens. row `[T]`."""
+        hidden = self.hidden
+        return row[[token not in hidden for token in row.tolist()]]
+
+    def text(self, ids: "Tensor | list[int]") -> str:
+        return self.tokenizer.decode(ids)
+
 
 def load_model(path: Path, *, head: bool = True) -> Loaded:
-    """The model of a run or of a model folder; without its head if hidden states are wanted."""
-    from subquad import models
+    """The model of a run or of a folder, ours or one of transformers; a folder that is not there may be a hub's name.
+
+    head: False where hidden states are wanted, not predictions.
+    """
+    folder, config = read_config(path)
+    if config.model_type == "subquad":
+        return _load_own(folder, config, head)
+    from subquad.cli.pretrained import load_pretrained
+
+    return load_pretrained(folder, config, head=head)
+
+
+def load_own_model(path: Path, command: str) -> Loaded:
+    """One that was trained by subquad."""
+    folder, config = read_config(path)
+    architecture.trained_here(folder, config, command)
+    return _load_own(folder, config, head=True)
+
+
+def load_exact_model(path: Path) -> Loaded:
+    """One of transformers, with the attention it was trained with."""
+    from subquad.cli.pretrained import load_pretrained
+
+    folder, config = read_config(path)
+    architecture.exact_model(folder, config)
+    return load_pretrained(folder, config)
+
+
+def read_config(path: Path) -> tuple[Path, Any]:
+    """The folder of a model, and its config; nothing in the folder is run."""
+    from transformers import AutoConfig
+
+    import subquad.conversion  # registers converted models
+    import subquad.models  # noqa: F401 - registers ours
     from subquad.training import checkpoints, model_folder
     from subquad.training.checksums import MANIFEST, verify
 
     quiet()
-    folder = model_folder(path)
+    folder = model_folder(_from_hub(str(path)) if pretrained.looks_like_hub_name(path) else path)
     if folder == checkpoints.folder_of(path) / folder.name:
         say(f"the run is not complete: taking {folder}")
     if (folder / MANIFEST).exists():
         verify(folder)
     with checks.loadable(folder):
-        config = models.SubquadConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return folder, config
+
+
+def _from_hub(name: str) -> Path:
+    """Where the files of a model of the hub are: those that came earlier, or those that come now."""
+    from huggingface_hub import snapshot_download
+
+    from subquad.training.checksums import MANIFEST
+
+    with pretrained.from_the_hub(name):
+        return Path(snapshot_download(name, allow_patterns=[*HUB_FILES], ignore_patterns=["*/*", MANIFEST]))
+
+
+def _load_own(folder: Path, config: Any, head: bool) -> Loaded:
+    from subquad import models
+
+    with checks.loadable(folder):
         checks.subquad_model(folder, config)
         kind = (
             (models.SubquadForCausalLM if config.causal else models.SubquadForMaskedLM) if head else models.SubquadModel
         )
         model, report = cast(Any, kind).from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
-        checks.whole_model(folder, report, allowed="lm_head." if not head else None)
+        checks.whole_model(folder, report, allowed=() if head else ("lm_head.",))
         tokenizer = None if config.domain == "image" else load_tokenizer(folder, config)
     return Loaded(model.eval(), tokenizer, str(config.domain))
 
@@ -94,13 +246,8 @@ def prepare_json(path: Path) -> None:
     sweep(path.parent)
 
 
-class Named(NamedTuple):
-    name: str
-    ids: "Tensor"  # [T], without special tokens
-
-
 def read_sequences(loaded: Loaded, paths: list[Path]) -> list[Named]:
-    """FASTA records, text files or images, as the model takes them."""
+    """Those of a model of ours."""
     import numpy as np
     import torch
 
@@ -112,108 +259,40 @@ def read_sequences(loaded: Loaded, paths: list[Path]) -> list[Named]:
     elif loaded.domain == "text":
         tokenizer = None if loaded.bytewise else loaded.tokenizer
         corpora = ((file, load_text([file], tokenizer)) for file in text_files(paths))
-        found = [(_file_name(file), corpus[0]) for file, corpus in corpora]
+        found = [(file_name(file), corpus[0]) for file, corpus in corpora]
     else:
         levels = loaded.model.config.vocab_size - len(SPECIALS)
         corpora = [(path, load_images(path, levels=levels)) for path in paths]
         for path, corpus in corpora:
             checks.image_shape(path, corpus.image_shape, loaded.model.config.image_shape)
-        found = [(f"{_file_name(path)}:{i}", image) for path, corpus in corpora for i, image in enumerate(corpus)]
+        found = [(f"{file_name(path)}:{i}", image) for path, corpus in corpora for i, image in enumerate(corpus)]
     return [Named(name, torch.from_numpy(ids.astype(np.int64))) for name, ids in found]
 
 
-def _file_name(path: Path) -> str:
+def file_name(path: Path) -> str:
     """As text that any file can hold: bytes of a name that are no UTF-8 become escapes."""
     return str(path).encode(errors="backslashreplace").decode()
 
 
 def load_with_sequences(path: Path, sequences: list[Path], length: int) -> "tuple[Any, list[Tensor]]":
-    """A model of ours without its head, or one of Hugging Face, and its sequences, cut to `length` tokens."""
-    from transformers import AutoConfig
-
-    import subquad.models  # noqa: F401 - registers our models
-    from subquad.training import model_folder
-
-    quiet()
-    folder = model_folder(path)
-    with checks.loadable(folder):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if config.model_type != "subquad":
-        return _load_hugging_face(folder, config, sequences, length)
+    """A model without its head, ours or one of transformers, and its sequences, cut to `length` tokens."""
     loaded = load_model(path, head=False)
     return loaded.model, cut_sequences(loaded, sequences, length)
 
 
 def cut_sequences(loaded: Loaded, paths: list[Path], length: int) -> "list[Tensor]":
-    """The first `length` tokens of each sequence, with the start token; of text, all windows of that many."""
+    """The first `length` tokens of each sequence, special ones included; of text, all windows of that many."""
     import torch
 
-    named = read_sequences(loaded, paths)
+    checks.length_fits(length, loaded.limit)
+    named = loaded.read(paths)
     checks.something_to_read(len(named), paths)
-    start = torch.tensor([loaded.start])
+    before, after = torch.tensor(loaded.before, dtype=torch.long), torch.tensor(loaded.after, dtype=torch.long)
+    room = max(1, length - len(before) - len(after))
     pieces = [item.ids for item in named]
     if loaded.domain == "text":  # a file is many windows
-        pieces = [piece for ids in pieces for piece in ids.split(max(1, length - 1))]
-    return [torch.cat([start, ids])[:length] for ids in pieces]
-
-
-def exact_model_with_sequences(path: Path, texts: list[Path], length: int) -> "tuple[Any, Any, list[Tensor]]":
-    """A model of transformers as its folder says it is, its tokenizer, and texts, cut to `length` tokens."""
-    import transformers
-
-    import subquad.conversion  # noqa: F401 - knows converted models, which are refused in words
-
-    quiet()
-    checks.folder_there(path)
-    with checks.loadable(path):
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    kind = checks.architecture(path, config, transformers)
-    with checks.loadable(path):
-        model, report = kind.from_pretrained(path, output_loading_info=True, trust_remote_code=False)
-        checks.whole_model(path, report, allowed=None)
-    tokenizer, sequences = _tokens(path, config, texts, length)
-    return model.eval(), tokenizer, sequences
-
-
-def converted_model_with_sequences(path: Path, texts: list[Path], length: int) -> "tuple[Any, Any, list[Tensor]]":
-    """A converted model, its tokenizer, and texts, cut to `length` tokens."""
-    import subquad.conversion
-
-    quiet()
-    checks.folder_there(path)
-    with checks.loadable(path):
-        model = subquad.conversion.load(path)
-    tokenizer, sequences = _tokens(path, model.config, texts, length)
-    return model.eval(), tokenizer, sequences
-
-
-def _load_hugging_face(folder: Path, config: Any, paths: list[Path], length: int) -> "tuple[Any, list[Tensor]]":
-    from transformers import AutoModel
-
-    with checks.loadable(folder):
-        model = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
-    return model, _tokens(folder, config, paths, length)[1]
-
-
-def _tokens(folder: Path, config: Any, paths: list[Path], length: int) -> "tuple[Any, list[Tensor]]":
-    """The tokenizer of a model of transformers, and what it makes of text files."""
-    import torch
-    from transformers import AutoTokenizer
-
-    from subquad.checks.data import readable
-    from subquad.data.text import text_files
-
-    with checks.loadable(folder):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    checks.length_fits(length, getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
-    windows = {"truncation": True, "max_length": length, "return_overflowing_tokens": True}
-    found = []
-    for file in text_files(paths):
-        with readable(file):
-            text = file.read_text(encoding="utf-8")
-        found += [torch.tensor(ids) for ids in tokenizer(text, **windows)["input_ids"]]
-    checks.something_to_read(len(found), paths)
-    return tokenizer, found
+        pieces = [piece for ids in pieces for piece in ids.split(room)]
+    return [torch.cat([before, ids[:room], after])[:length] for ids in pieces]
 
 
 def batched(sequences: "list[Tensor]", tokens: int = 4096) -> "list[dict[str, Tensor]]":

@@ -9,7 +9,12 @@ from subquad.checks import cli as checks
 
 
 def convert(
-    model: Annotated[Path, typer.Argument(help="Folder of a model of transformers, with its tokenizer.")],
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="Folder of a model of transformers, with its tokenizer, or its name on the hub, owner/name."
+        ),
+    ],
     texts: Annotated[list[Path], typer.Argument(help="Text files, or folders of them, of the kind it is to read.")],
     out: Annotated[Path, typer.Option(help="Folder for the converted model; must be new.")],
     budget: Annotated[
@@ -41,7 +46,7 @@ def convert(
     cost; load it with subquad.load.
     """
     import subquad
-    from subquad.cli.common import exact_model_with_sequences, say
+    from subquad.cli.common import cut_sequences, load_exact_model, say
     from subquad.files import remove, sweep
     from subquad.training import save_model
 
@@ -49,7 +54,8 @@ def convert(
     sweep(out.parent)
     checks.count("--length", length)
     checks.count("--num", num)
-    loaded, tokenizer, sequences = exact_model_with_sequences(model, texts, length)
+    exact = load_exact_model(model)
+    loaded, sequences = exact.model, cut_sequences(exact, texts, length)
     long = [ids[None] for ids in sequences if len(ids) == length]
     checks.long_enough(len(long), texts, length)
     count = min(num, len(long))
@@ -68,7 +74,7 @@ def convert(
         seed=seed,
         folder=unfinished,
     )
-    save_model(loaded, tokenizer, out, notes={"conversion.json": report.as_json()})
+    save_model(loaded, exact.tokenizer, out, notes={"conversion.json": report.as_json()})
     remove(unfinished)
     print(report)
     say(f"the converted model is in {out}")

@@ -6,14 +6,15 @@ from typing import Annotated
 import typer
 
 from subquad.checks import cli as checks
+from subquad.cli.common import FILES, MODEL
 from subquad.errors import printable
 
 WIDE = 140  # columns of a table that goes to a file or a pipe
 
 
 def diagnose(
-    model: Annotated[Path, typer.Argument(help="Run, model folder, or folder of a Hugging Face model.")],
-    sequences: Annotated[list[Path], typer.Argument(help="FASTA, text or image files; text for Hugging Face models.")],
+    model: Annotated[Path, typer.Argument(help=MODEL)],
+    sequences: Annotated[list[Path], typer.Argument(help=FILES)],
     length: Annotated[int, typer.Option(help="Tokens of each sequence, at most.")] = 512,
     num: Annotated[int, typer.Option(help="Sequences, at most.")] = 8,
     rows: Annotated[int, typer.Option(help="Queries of each sequence to compare with exact attention.")] = 64,
@@ -29,11 +30,18 @@ def diagnose(
     output: Annotated[Path | None, typer.Option(help="Heat map, .png or .svg.")] = None,
     json: Annotated[Path | None, typer.Option(help="All numbers, .json.")] = None,
 ) -> int:
-    """Whether features can do what attention does, head by head: sizes, sharpness, errors, verdicts."""
+    """Whether features can do what attention does, head by head: sizes, sharpness, errors, verdicts.
+
+    A model of transformers is judged as if features stood in the place of its attention. One that was converted is
+    judged by the features that it has, and its exact heads as those of any other model; its windows and pages are no
+    estimates, and have no rows. The mechanisms of its layers, and what its far fields contribute, stand below.
+    """
     from rich.console import Console
 
     import subquad
     from subquad.cli.common import batched, load_with_sequences, prepare_json, prepare_output, say
+    from subquad.conversion.layers import layers_in_words
+    from subquad.conversion.saved import is_swapped
 
     if output is not None:
         prepare_output(output, (".png", ".svg"))
@@ -48,6 +56,8 @@ def diagnose(
     Console(width=console.width if console.is_terminal else WIDE).print(result.table())
     if result.far_field:
         console.print(result.far_field, soft_wrap=True, highlight=False, markup=False)
+    if is_swapped(loaded.config):
+        console.print(layers_in_words(loaded.config), soft_wrap=True, highlight=False, markup=False)
     if json is not None:
         result.save(json)
     if output is not None:

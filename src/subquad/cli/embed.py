@@ -8,6 +8,7 @@ import typer
 from subquad import files
 from subquad.checks import cli as checks
 from subquad.checks import needs
+from subquad.cli.common import FILES, MODEL
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,32 +17,38 @@ if TYPE_CHECKING:
 
 
 def embed(
-    model: Annotated[Path, typer.Argument(help="Run or model folder.")],
-    sequences: Annotated[list[Path], typer.Argument(help="FASTA, text or image files, as the model takes them.")],
+    model: Annotated[Path, typer.Argument(help=MODEL)],
+    sequences: Annotated[list[Path], typer.Argument(help=FILES)],
     output: Annotated[Path, typer.Option(help="File .npz or .parquet.")] = Path("embeddings.npz"),
     per_token: Annotated[
-        bool, typer.Option("--per-token", "--per-residue", help="A vector for each residue instead of their mean.")
+        bool, typer.Option("--per-token", "--per-residue", help="A vector for each token instead of their mean.")
     ] = False,
 ) -> int:
-    """Vectors of sequences of any length: the mean of the last layer's hidden states, or one for each residue.
+    """Vectors of sequences: the mean of the last layer's hidden states over all tokens, or one for each token.
+
+    Special tokens, such as the start token of our models or [CLS] and [SEP] of BERT, are read by the model, but are
+    neither in the mean nor among the vectors. A model of transformers is given what its tokenizer makes of a text;
+    texts longer than what it was made for are refused.
 
     npz: names, embeddings (N x E); per token: names, lengths, embeddings (sum of lengths x E), one after another.
     parquet: columns name, embedding; per token: name, position (from 1), embedding.
     """
-    from subquad.cli.common import load_model, prepare_output, progress_bar, read_sequences, say
+    from subquad.cli.common import load_model, prepare_output, progress_bar, say
     from subquad.models import embeddings
 
     prepare_output(output, (".npz", ".parquet"))
     loaded = load_model(model, head=False)
-    named = read_sequences(loaded, sequences)
+    named = loaded.read(sequences)
     checks.something_to_read(len(named), sequences)
+    loaded.check_lengths(named)
     ids = [item.ids for item in named]
     with progress_bar("embedding", sum(map(len, ids))) as progress:
-        vectors = embeddings(loaded.model, ids, start=loaded.start, mean=not per_token, progress=progress)
+        around: dict[str, Any] = {"start": loaded.before, "end": loaded.after}
+        vectors = embeddings(loaded.model, ids, **around, mean=not per_token, progress=progress)
     with checks.output_file(output), files.written(output) as staging:
         write = _write_npz if output.suffix == ".npz" else _write_parquet
         write(staging, named, vectors, per_token)
-    say(f"{len(named)} sequences embedded in {loaded.model.config.hidden_size} dimensions: {output}")
+    say(f"{len(named)} sequences embedded in {vectors[0].shape[-1]} dimensions: {output}")
     return 0
 
 

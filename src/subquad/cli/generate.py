@@ -8,6 +8,8 @@ import typer
 
 from subquad import files
 from subquad.checks import cli as checks
+from subquad.checks import pretrained
+from subquad.cli.common import MODEL
 from subquad.errors import printable
 
 if TYPE_CHECKING:
@@ -16,13 +18,18 @@ if TYPE_CHECKING:
     from subquad.cli.common import Loaded
 
 LINE = 60  # residues per line of FASTA
+USUAL = 500  # new tokens, unless another number is given
 
 
 def generate(
-    model: Annotated[Path, typer.Argument(help="Run or model folder.")],
+    model: Annotated[Path, typer.Argument(help=MODEL)],
     prompt: Annotated[str, typer.Option(help="What to continue: residues, or text.")] = "",
     length: Annotated[
-        int | None, typer.Option(help="New tokens at most (500 unless given), far beyond training if you like.")
+        int | None,
+        typer.Option(
+            help="New tokens at most (500 unless given), far beyond training if you like; a model of transformers has "
+            "a limit."
+        ),
     ] = None,
     num: Annotated[int, typer.Option(help="How many to generate.")] = 1,
     temperature: Annotated[float, typer.Option(help="Below 1 safer, above 1 wilder.")] = 1.0,
@@ -38,6 +45,11 @@ def generate(
     """Sample from a causal model, at constant memory and time per token.
 
     Without --output, one sample is shown as it grows, several are printed at the end.
+
+    Models of transformers generate with their own tokenizer and stop at the end tokens of their generation_config.json,
+    whose other settings, such as a repetition penalty, count, too; sampling is by the options here. Without a prompt
+    they begin with the token that their tokenizer puts in front of texts, or else its start or end token.
+    Converted ones generate with the states of their mechanisms, the others with a cache that grows.
     """
     from subquad.cli.common import load_model, say
 
@@ -45,13 +57,15 @@ def generate(
     checks.count("--num", num)
     checks.generate_seed(seed)
     loaded = load_model(model)
-    checks.causal_model(model, bool(loaded.model.config.causal))
+    loaded.check_generates(model)
     output = _check_output(loaded, output, prompt)
     sampling: dict[str, Any] = {"do_sample": False} if greedy else {"do_sample": True, "temperature": temperature}
     if not greedy:
         sampling |= {"top_k": top_k, "top_p": top_p}
     live = num == 1 and output is None
-    samples, speed = _sample(loaded, prompt, _length(loaded, length), num, seed, endless, sampling, live=live)
+    ids = loaded.prompt_ids(prompt)
+    new = _length(loaded, length, ids.shape[1])
+    samples, speed = _sample(loaded, ids, new, num, seed, sampling | loaded.generation(endless=endless), live=live)
     if output is not None:
         with checks.output_file(output), files.written(output) as staging:
             _write(loaded, samples, staging, model)
@@ -73,9 +87,11 @@ def _check_output(loaded: "Loaded", output: Path | None, prompt: str) -> Path | 
     return output
 
 
-def _length(loaded: "Loaded", length: int | None) -> int:
+def _length(loaded: "Loaded", length: int | None, prompt: int) -> int:
+    """New tokens at most; prompt: how many come before them."""
     if loaded.domain != "image":
-        return checks.new_tokens(500 if length is None else length)
+        checks.new_tokens(USUAL if length is None else length)
+        return pretrained.new_tokens_fit(length, USUAL, prompt, loaded.limit)
     checks.no_length(length)
     pixels = 1
     for size in loaded.model.config.image_shape:
@@ -84,21 +100,11 @@ def _length(loaded: "Loaded", length: int | None) -> int:
 
 
 def _sample(
-    loaded: "Loaded",
-    prompt: str,
-    length: int,
-    num: int,
-    seed: int,
-    endless: bool,
-    sampling: dict[str, Any],
-    *,
-    live: bool,
+    loaded: "Loaded", ids: "Tensor", length: int, num: int, seed: int, options: dict[str, Any], *, live: bool
 ) -> tuple[list["Tensor"], float]:
-    """Token ids without specials, and tokens per second."""
+    """Tokens to show of each sample, and new tokens per second. ids `[1, T]`: the prompt."""
     import torch
 
-    ids = prompt_ids(loaded, prompt)
-    stop = not endless and loaded.domain != "image"
     streamer = Stream(loaded, num, length, live=live)
     torch.manual_seed(seed)
     begun = time.perf_counter()
@@ -107,35 +113,11 @@ def _sample(
             ids.repeat(num, 1),
             attention_mask=torch.ones(num, ids.shape[1], dtype=torch.long),
             max_new_tokens=length,
-            suppress_tokens=loaded.forbidden + ([] if stop else [loaded.start]),
-            eos_token_id=loaded.start if stop else None,
-            pad_token_id=loaded.model.config.pad_token_id,
             streamer=streamer,
-            **sampling,
+            **options,
         )
     seconds = time.perf_counter() - begun
-    made = [row[1:] for row in out.cpu()]  # without the start token
-    made = [row[~torch.isin(row, torch.tensor([loaded.start, *loaded.forbidden]))] for row in made]
-    return made, streamer.count / seconds
-
-
-def prompt_ids(loaded: "Loaded", prompt: str) -> "Tensor":
-    """`[1, T]`: the start token and the prompt."""
-    import numpy as np
-    import torch
-
-    from subquad.data import encode
-    from subquad.data.vocabulary import SPECIALS
-
-    if loaded.domain == "protein":
-        tokens = encode(prompt, "--prompt").astype(np.int64).tolist()
-    elif loaded.domain == "text":
-        raw = checks.utf8_prompt(prompt)
-        whole = [byte + len(SPECIALS) for byte in raw]  # as in training: bytes know no special words
-        tokens = whole if loaded.bytewise else loaded.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    else:
-        tokens = []
-    return torch.tensor([[loaded.start, *tokens]])
+    return [loaded.content(row, ids.shape[1]) for row in out.cpu()], streamer.count / seconds
 
 
 class Stream:
@@ -144,11 +126,14 @@ class Stream:
     def __init__(self, loaded: "Loaded", num: int, length: int, *, live: bool) -> None:
         from subquad.cli.common import progress_bar
 
-        self.loaded, self.live, self.count, self._pending = loaded, live, 0, []
+        self.loaded, self.live, self.count = loaded, live, 0
+        self._shown: list[int] = []  # the tokens shown last, and those that wait
+        self._pending: list[int] = []
         self._column = 0
         self._bar = None if live else progress_bar("generating", num * length)
         self._advance: Any = None
         self._prompt_seen = False
+        self._hidden, self._ends = loaded.hidden, set(loaded.ends)
 
     def __enter__(self) -> "Stream":
         self._advance = None if self._bar is None else self._bar.__enter__()
@@ -164,26 +149,30 @@ class Stream:
         tokens = tokens.flatten()
         if self._prompt_seen:
             self.count += len(tokens)
-        elif self.live:
-            tokens = tokens[1:]  # the start token is not shown
         if not self.live and self._prompt_seen:
             self._advance(len(tokens))
-        self._prompt_seen = True
         if self.live:
             self._show(tokens.tolist())
+        self._prompt_seen = True
 
     def end(self) -> None:
         if self._pending:
-            self._write(self.loaded.tokenizer.decode(self._pending))
+            self._write(self._text())
             self._pending = []
 
     def _show(self, tokens: list[int]) -> None:
         """Bytes of an unfinished character wait for the rest of it."""
-        self._pending += [token for token in tokens if token != self.loaded.start]
-        text = self.loaded.tokenizer.decode(self._pending)
+        hidden = self._hidden | self._ends if self._prompt_seen else self._hidden
+        self._pending += [token for token in tokens if token not in hidden]
+        text = self._text()
         if text and not text.endswith("\ufffd"):
             self._write(text)
-            self._pending = []
+            self._shown, self._pending = self._pending, []
+
+    def _text(self) -> str:
+        """What the tokens that wait add to those before them: alone, some tokenizers drop the space in front."""
+        before = self.loaded.text(self._shown)
+        return self.loaded.text(self._shown + self._pending)[len(before) :]
 
     def _write(self, text: str) -> None:
         if self.loaded.domain == "protein":
@@ -205,7 +194,7 @@ def _write(loaded: "Loaded", samples: list["Tensor"], output: Path, model: Path)
 
 def _as_text(loaded: "Loaded", samples: list["Tensor"], model: Path) -> str:
     """FASTA for proteins, paragraphs for text."""
-    texts = [loaded.tokenizer.decode(sample) for sample in samples]
+    texts = [loaded.text(sample) for sample in samples]
     if loaded.domain == "text":
         return "\n\n".join(texts) + "\n"
     records = []

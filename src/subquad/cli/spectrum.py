@@ -7,12 +7,13 @@ import typer
 
 from subquad.checks import cli as checks
 from subquad.checks import diagnostics
+from subquad.cli.common import FILES, MODEL
 from subquad.errors import printable
 
 
 def spectrum(
-    model: Annotated[Path, typer.Argument(help="Run, model folder, or folder of a Hugging Face model.")],
-    sequences: Annotated[list[Path], typer.Argument(help="FASTA, text or image files; text for Hugging Face models.")],
+    model: Annotated[Path, typer.Argument(help=MODEL)],
+    sequences: Annotated[list[Path], typer.Argument(help=FILES)],
     output: Annotated[Path, typer.Option(help="Picture .png or .svg; the numbers go to a .json beside it.")] = Path(
         "spectrum.png"
     ),

@@ -9,8 +9,8 @@ from subquad.checks.recording import can_be_recorded, something_recorded
 from subquad.conversion.budget import Budget
 from subquad.conversion.candidates import NEAR, Candidate, Shape, candidates
 from subquad.conversion.choosing import Chosen, best, proposals
+from subquad.conversion.convertible import Layers
 from subquad.conversion.kept import Kept, Settings
-from subquad.conversion.layers import Layers
 from subquad.conversion.measured import Judge
 from subquad.conversion.policy import Conversion
 from subquad.conversion.pricing import Texts, priced_layers

@@ -1,62 +1,34 @@
-"""The layers of a model that is being converted: what each key head can become, tried for a while or for good."""
+"""What attends in the layers of a model whose attention was swapped, in words."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
-
-from subquad.conversion.candidates import Candidate, Priced
-from subquad.conversion.choosing import Choice
-from subquad.conversion.generation import CHILD
-from subquad.conversion.measured import Judge, Measured
-from subquad.conversion.policy import LayerPolicy, layer_mechanisms, layer_policy
-from subquad.conversion.swap import attention_modules, mechanisms_in_place, mechanisms_of, swap_attention
-from subquad.mechanism import Mechanism
-from subquad.mechanisms.favor import FavorAttention
-from subquad.mechanisms.mixed import MixedAttention
+from itertools import groupby
+from typing import Any
 
 
-class Layers(NamedTuple):
-    """priced: by the names of the layers, in the order of their calls."""
+def layers_in_words(config: Any) -> str:
+    """A line for layers that are alike, with the key heads of each mechanism where they differ.
 
-    model: Any
-    found: Sequence[Candidate]
-    priced: dict[str, Priced]
+    config: of a swapped model.
 
-    def measured(self, choice: Choice, judge: Judge) -> Measured:
-        """What the choice costs; the model stays as it is."""
-        mechanisms = mechanisms_of(self.model, *self._options(choice))
-        self._give_features(mechanisms)
-        with mechanisms_in_place(self.model, mechanisms):
-            return judge.measured()
-
-    def become(self, choice: Choice) -> tuple[LayerPolicy, ...]:
-        """Swaps the attention."""
-        attention, options = self._options(choice)
-        swap_attention(self.model, attention, layer_options=options)
-        self._give_features([getattr(module, CHILD) for _, module in attention_modules(self.model)])
-        told = zip(self.priced.items(), choice, strict=True)
-        return tuple(layer_policy(name, self.found, layer, own) for (name, layer), own in told)
-
-    def _options(self, choice: Choice) -> tuple[list[str], list[dict[str, Any]]]:
-        """Names and options of the mechanisms, in the order of the modules."""
-        by_name = {name: layer_mechanisms(self.found, own) for name, own in zip(self.priced, choice, strict=True)}
-        in_order = [by_name[name] for name, _ in attention_modules(self.model)]
-        return [name for name, _ in in_order], [options for _, options in in_order]
-
-    def _give_features(self, mechanisms: Sequence[Mechanism]) -> None:
-        """To every part those of its heads."""
-        for (name, _), mechanism in zip(attention_modules(self.model), mechanisms, strict=True):
-            _adopt(mechanism, self.priced[name].features)
+    Example:
+        >>> from types import SimpleNamespace
+        >>> parts = [{"attention": "favor", "heads": [0, 2]}, {"attention": "softmax", "heads": [1]}]
+        >>> layers = {"attention": ["favor", "favor", "mixed", "favor"]}
+        >>> print(layers_in_words(SimpleNamespace(**layers, attention_options=[{}, {}, {"parts": parts}, {}])))
+        mechanisms:
+          layers 0-1, 3: favor
+          layer 2: mixed, favor on key heads 0, 2; softmax on key head 1
+    """
+    found: dict[str, list[int]] = {}
+    for layer, (name, options) in enumerate(zip(config.attention, config.attention_options, strict=True)):
+        parts = [f"{part['attention']} on key {_numbers('head', part['heads'])}" for part in options.get("parts", ())]
+        found.setdefault(f"{name}, {'; '.join(parts)}" if parts else name, []).append(layer)
+    return "\n".join(["mechanisms:", *(f"  {_numbers('layer', layers)}: {words}" for words, layers in found.items())])
 
 
-@torch.no_grad()
-def _adopt(mechanism: Mechanism, fitted: dict[str, Tensor]) -> None:
-    parts: list[tuple[Mechanism, Any]] = [(mechanism, slice(None))]
-    if isinstance(mechanism, MixedAttention):
-        parts = list(zip(mechanism.mechanisms(), map(list, mechanism.partition.heads), strict=True))
-    for part, heads in parts:
-        if isinstance(part, FavorAttention):
-            for name, parameter in part.features.named_parameters():
-                parameter.copy_(fitted[name][heads])
+def _numbers(what: str, numbers: list[int]) -> str:
+    """In the plural if there are several, and neighbours as one stretch."""
+    stretches = []
+    for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in group]
+        stretches.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(stretches)}"

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from subquad.checks import conversion as checks
+from subquad.checks.architecture import saved_class
 from subquad.conversion.generation import CHILD
 from subquad.conversion.swap import swap_attention
 
@@ -105,6 +106,11 @@ def remember(model: Any, attention: list[str], options: list[dict[str, Any]]) ->
     config.attention, config.attention_options = attention, options
 
 
+def is_swapped(config: Any) -> bool:
+    """Whether it is the configuration of a model whose attention was swapped."""
+    return isinstance(config, _Swapped)
+
+
 def load(folder: str | Path, **options: Any) -> Any:
     """A model whose attention was swapped, as it was when `save_pretrained` wrote it.
 
@@ -113,17 +119,11 @@ def load(folder: str | Path, **options: Any) -> Any:
         options: of transformers' `from_pretrained`, such as `dtype`.
     Returns:
         The model of transformers (`LlamaForCausalLM`, ...), in evaluation mode, with its mechanisms and their features.
+        With `output_loading_info=True` also which weights were missing or left over, as `from_pretrained` gives it.
     """
     checks.converted_folder(folder)
     config = ConvertedConfig.from_pretrained(folder, trust_remote_code=False)
-    return _load(folder, _architecture(config), config, options)
-
-
-def _architecture(config: ConvertedConfig) -> type[PreTrainedModel]:
-    """The class that was saved; nothing but classes of transformers is ever looked up."""
-    name = (config.architectures or [""])[0]
-    found = getattr(transformers, name, None) if name.isidentifier() else None
-    return checks.known_architecture(name, found, PreTrainedModel)
+    return _load(folder, saved_class(folder, config, transformers), config, options)
 
 
 def _load(folder: str | Path, kind: type[PreTrainedModel], config: ConvertedConfig, options: dict[str, Any]) -> Any:
@@ -135,9 +135,10 @@ def _load(folder: str | Path, kind: type[PreTrainedModel], config: ConvertedConf
     precise = {"_keep_in_fp32_modules_strict": {*(kind._keep_in_fp32_modules_strict or ()), CHILD}}
     made: Any = type(kind.__name__, (kind,), {"__init__": initialise, **precise})
     options.pop("trust_remote_code", None)  # whatever it says: nothing in the folder is run
-    model = made.from_pretrained(folder, config=config.base_config(), trust_remote_code=False, **options)
+    found = made.from_pretrained(folder, config=config.base_config(), trust_remote_code=False, **options)
+    model = found[0] if isinstance(found, tuple) else found
     model.__class__ = kind
-    return model
+    return found
 
 
 class _Loader:

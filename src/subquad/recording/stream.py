@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.checks import recording as checks
+from subquad.mechanism import Mechanism
 from subquad.mechanisms.favor import FavorAttention
 from subquad.mechanisms.softmax import SoftmaxAttention
 from subquad.recording.calls import Layer, Observe
@@ -53,6 +54,7 @@ def stream(
             _run(model, batches, tell)
         return own
     checks.can_be_recorded(op, model)
+    checks.no_other_mechanism(op, model, len(own_layers(model, Mechanism)))
     with observed_attention(model, wanted, observe) as found:
         _run(model, batches, tell)
         return list(found.values())
