@@ -40,7 +40,7 @@ def time_side_by_side(calls: Mapping[str, Callable[[], object]], repeats: int = 
 def peak_memory(call: Callable[[], object]) -> int | None:
     """Bytes that the process held at most during `call`, above what it held before; None where Linux's /proc is not."""
     try:
-        _give_back_free_memory()
+        give_back_free_memory()
         CLEAR.write_text("5")  # resets the peak
         before = _status("VmRSS")
     except OSError:
@@ -52,8 +52,8 @@ def peak_memory(call: Callable[[], object]) -> int | None:
     return max(0, peak - before)
 
 
-def _give_back_free_memory() -> None:
-    """Memory that was freed but kept by the allocator would be reused unseen."""
+def give_back_free_memory() -> None:
+    """What was freed but is kept by the allocator goes back to the system, where the C library can do that."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)

@@ -14,11 +14,13 @@ from subquad.conversion.probe import copied
 from subquad.conversion.sensitivity import PIECE, Sensitivity, sensitivity
 from subquad.conversion.swap import attention_modules, module_scale
 from subquad.features.draws import derived_seed
+from subquad.measure import give_back_free_memory
 from subquad.recording.calls import Call
 from subquad.recording.progress import Tell
 from subquad.recording.record import Recording
 from subquad.recording.stream import Batch
 
+MEMORY = 3 * 2**29  # bytes of calls at once: with a model of 500 MB all of it stays below 4 GB
 WHOLE = sys.maxsize  # tokens of a copy: as many as its batch has
 
 
@@ -67,8 +69,11 @@ def priced_layers(
     if not left:
         return known
     reading, copying = texts.sensitivities(model, kept, settings.seed, tell)
+    give_back_free_memory()  # of backward passes: as much as all calls take
     given = [*texts.batches, *texts.copies]
-    recording = Recording(model, given, op="convert", exact=True, wanted=lambda layer: layer.name in left, tell=tell)
+    recording = Recording(
+        model, given, op="convert", exact=True, wanted=lambda layer: layer.name in left, memory=MEMORY, tell=tell
+    )
     modules = dict(attention_modules(model))
     for layer in recording:
         number = names.index(layer.name)
