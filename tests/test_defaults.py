@@ -18,7 +18,18 @@ import subquad
 from subquad.cli import app
 from subquad.diagnostics.diagnose import _Settings
 
-MODULES = ("functional", "features", "nn", "models", "conversion", "data", "diagnostics", "bench", "training")
+MODULES = (
+    "functional",
+    "features",
+    "nn",
+    "models",
+    "conversion",
+    "serving",
+    "data",
+    "diagnostics",
+    "bench",
+    "training",
+)
 PACKAGES = ("subquad", *(f"subquad.{name}" for name in (*MODULES, "kernel_approximation", "testing")))
 
 

@@ -49,6 +49,7 @@ LAYERS = (
     "calibration",
     "models",
     "conversion",
+    "serving",
     "data",
     "diagnostics",
     "training",

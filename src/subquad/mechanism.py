@@ -1,6 +1,7 @@
 """The contract every attention mechanism keeps. `subquad.testing.check_mechanism` tests all of it."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ class Mechanism(nn.Module, ABC):
 
     `key_mask` is bool `[B, S]`, True where a token is real: it removes keys everywhere, never queries (positional
     mechanisms return zeros for masked tokens). A query that sees no key gets zeros. `causal=True` lets no output
-    depend on a later token.
+    depend on a later token. Facts, calls, their checks, definition and states are one contract: hence many methods.
     """
 
     name: ClassVar[str]
@@ -79,6 +80,22 @@ class Mechanism(nn.Module, ABC):
         q `[B, H, R, D]`, k `[B, H, S, D]`: as many heads, masked keys zeroed. q_index, k_index `[B or 1, R or S]`:
         positions among the real tokens, for mechanisms that compare positions.
         """
+
+    @property
+    def supports_join(self) -> bool:
+        """`join_states` works. A mechanism whose state grows has one of its own, or none."""
+        own = type(self).join_states is not Mechanism.join_states
+        return self.supports_state and (own or not self.state_grows)
+
+    def join_states(self, states: Sequence[State]) -> State:
+        """One state of all sequences of these, in their order, each of which goes on as it would alone.
+
+        They may be at different positions. The state is no larger than the longest sequence needs: of a single one,
+        too, whose longer sequences were dropped.
+        """
+        if not self.supports_join:
+            raise checks.cannot_join(self.name, self.supports_state)
+        return type(states[0])(*(torch.cat(parts) for parts in zip(*states, strict=True)))
 
     def check_heads(self, q: Tensor, k: Tensor) -> None:
         """Raises if this mechanism was made for another number of heads, or for shorter sequences."""

@@ -326,14 +326,14 @@ CONVERSION = (
     Mutant(
         "conversion: what another model left is taken",
         "conversion/kept.py",
-        "        _update(digest, name, tensor)\n    for batch",
-        "        pass\n    for batch",
+        "    digests.add_tensors(digest, model)\n",
+        "",
         "tests/conversion/test_converting.py -k belongs_to_one",
     ),
     Mutant(
         "conversion: what other batches left is taken",
         "conversion/kept.py",
-        "            _update(digest, str(name), tensor)\n",
+        "            digests.update(digest, str(name), tensor)\n",
         "            pass\n",
         "tests/conversion/test_converting.py -k belongs_to_one",
     ),
@@ -349,8 +349,8 @@ CONVERSION = (
     Mutant(
         "states of swapped models: padding of the first tokens for that of the new ones",
         "conversion/generation.py",
-        "mask[:, -new:]",
-        "mask[:, :new]",
+        "key_mask=None if mask is None else mask[:, -new:]",
+        "key_mask=None if mask is None else mask[:, :new]",
         "tests/conversion/test_generation.py -k 'token_by_token and llama'",
     ),
     Mutant(
@@ -377,14 +377,14 @@ CONVERSION = (
     Mutant(
         "states of swapped models: mechanisms without one are asked all the same",
         "conversion/generation.py",
-        " or not _all_have_states(model)",
+        " and _all_have_states(model)",
         "",
         "tests/conversion/test_generation.py -k 'without_a_state'",
     ),
     Mutant(
         "states of swapped models: also where the attention is exact again",
         "conversion/generation.py",
-        "model.config._attn_implementation != IMPLEMENTATION or ",
+        "model.config._attn_implementation == IMPLEMENTATION and ",
         "",
         "tests/conversion/test_generation.py -k 'exact_models'",
     ),

@@ -31,6 +31,7 @@ from nn_mutants import NN
 from recording_mutants import RECORDING
 from rich.console import Console
 from rich.progress import Progress
+from serving_mutants import SERVING
 from testing_mutants import TESTING
 from top_mutants import TOP
 from training_mutants import TRAINING
@@ -55,6 +56,7 @@ MUTANTS = (
     *MODELS,
     *NN,
     *RECORDING,
+    *SERVING,
     *TESTING,
     *TOP,
     *TRAINING,

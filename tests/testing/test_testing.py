@@ -1,7 +1,7 @@
 """The contract notices what it is there for: each claim has a mechanism that breaks it and nothing else."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from subquad import SoftmaxAttention
-from subquad.mechanism import repeat_heads
+from subquad.mechanism import State, repeat_heads
+from subquad.mechanisms.softmax import SoftmaxState
 from subquad.testing import check_mechanism, checks_for, contract, numbers, states
 from subquad.testing.contract import gradcheck
 from subquad.testing.judging import Check
@@ -181,6 +182,20 @@ def keep_in_place(out: Tensor, after: Any, past: Any, *_: Any) -> Any:
 
 def batch_last(out: Tensor, after: Any, *_: Any) -> Any:
     return out, after._replace(mask=after.mask.T)
+
+
+class Forgets(SoftmaxAttention):
+    """Joined states lose what only longer sequences have."""
+
+    def join_states(self, states: Sequence[State]) -> Any:
+        shortest = min(state[2].shape[1] for state in states)
+        cut = (SoftmaxState(*(x.narrow(-1 if x.dim() == 2 else 2, -shortest, shortest) for x in s)) for s in states)
+        return super().join_states(list(cut))
+
+
+class KeepsPadding(SoftmaxAttention):
+    def join_states(self, states: Sequence[State]) -> Any:
+        return super().join_states(states) if len(states) > 1 else states[0]
 
 
 def no_gradient_of_rest(out: Tensor) -> Tensor:
@@ -374,6 +389,12 @@ BROKEN: dict[str, tuple[Check, Callable[[], SoftmaxAttention], str | None]] = {
         states.states_are_values,
         lambda: OffState(lambda out, after, past, *_: batch_last(out, after) if past is not None else (out, after)),
         "batch must come first",
+    ),
+    "what longer ones had": (states.joined_states_go_on_alone, lambda: Forgets(3), "joined at 260 tokens, 0 later"),
+    "padding of what was dropped": (
+        states.joined_states_go_on_alone,
+        lambda: KeepsPadding(3),
+        "the state is as large as the sequence that was dropped",
     ),
     "a growing state": (states.state_does_not_grow, lambda: Growing(3), "state grew from"),
 }

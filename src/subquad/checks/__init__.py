@@ -36,6 +36,7 @@ from subquad.checks.features import (
 from subquad.checks.options import (
     cannot_be_causal,
     cannot_extend,
+    cannot_join,
     choice,
     count,
     guess,
@@ -71,6 +72,7 @@ __all__ = [
     "FLOAT_DTYPES",
     "cannot_be_causal",
     "cannot_extend",
+    "cannot_join",
     "causal_lengths",
     "choice",
     "count",

@@ -172,6 +172,15 @@ def cache(given: Any, kind: type, causal: bool, layers: int) -> None:
         raise ShapeError(f"subquad model: the cache has {len(given.layers)} layers, the model {layers}")
 
 
+def like_this_cache(cache: Any, kept: Any) -> None:
+    if type(kept) is not type(cache):
+        raise DtypeError(f"{type(cache).__name__}: can only be restored from one, got {type(kept).__name__}")
+    if len(kept.layers) != len(cache.layers):
+        raise ShapeError(
+            f"{type(cache).__name__}: has {len(cache.layers)} layers, what it is to be restored from {len(kept.layers)}"
+        )
+
+
 # Errors to raise ------------------------------------------------------------------------------------------------------
 
 

@@ -89,3 +89,12 @@ def only_causal(op: str, why: str) -> ConfigError:
 
 def cannot_extend(op: str) -> ConfigError:
     return ConfigError(f"{op}: cannot extend a sequence, it has no state; use forward on the whole")
+
+
+def cannot_join(op: str, has_state: bool) -> ConfigError:
+    if not has_state:
+        return ConfigError(f"{op}: cannot join states, it has none; use forward on the whole")
+    return ConfigError(
+        f"{op}: cannot join states, they grow with the length and the mechanism has no join_states of its own; write "
+        "one, or give every sequence a state of its own"
+    )

@@ -41,6 +41,10 @@ class KeyedLayer(StateLayer):
         self.awaited -= new
         return out
 
+    def take(self, other: StateLayer) -> None:
+        super().take(other)
+        self.awaited = 0  # of a call that failed
+
     def reset(self) -> None:
         super().reset()
         self.awaited = 0
@@ -55,6 +59,17 @@ class StateCache(SubquadCache):
     """
 
     layer_class = KeyedLayer
+    mask: Tensor | None = None  # `[B, past + T]` of the call that has begun
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if layer_idx == 0:  # all layers get the same tokens
+            new, mask = key_states.shape[2], self.mask
+            self.mask = None
+            real = None if mask is None or mask.dim() != 2 else mask[:, -new:].bool()  # others are refused later
+            self.advance(key_states.shape[0], new, real, key_states.device)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 def keyed_layer(k: Tensor) -> KeyedLayer | None:
@@ -75,10 +90,12 @@ def _give_states(model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dic
     cache = given.get("past_key_values")
     empty = type(cache) is DynamicCache and cache.get_seq_length() == 0  # generate() has made it
     wanted = empty or (cache is None and bool(given.get("use_cache")))
-    if not wanted or model.config._attn_implementation != IMPLEMENTATION or not _all_have_states(model):
-        return args, given
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    return args, given | {"past_key_values": StateCache(layers)}
+    if wanted and model.config._attn_implementation == IMPLEMENTATION and _all_have_states(model):
+        cache = StateCache(model.config.get_text_config(decoder=True).num_hidden_layers)
+        given = given | {"past_key_values": cache}
+    if isinstance(cache, StateCache):
+        cache.mask = given.get("attention_mask")
+    return args, given
 
 
 def _all_have_states(model: nn.Module) -> bool:

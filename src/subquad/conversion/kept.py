@@ -13,6 +13,7 @@ from subquad import files
 from subquad.checks import convert as checks
 from subquad.conversion.candidates import NOTHING, Price, Priced, Shape
 from subquad.conversion.swap import attention_modules
+from subquad.models import digests
 from subquad.recording.stream import Batch
 
 FORMAT = 2  # of the files; another one when what is fitted changes
@@ -76,7 +77,7 @@ class Kept:
             said = file.metadata() or {}
             found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
             checks.same_conversion(self.folder, said.get("fingerprint"), self.fingerprint)
-            checks.same_digest(path, said.get("digest"), _digest(found))
+            checks.same_digest(path, said.get("digest"), digests.of_tensors(found))
         return found
 
     def _write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
@@ -86,16 +87,9 @@ class Kept:
 
         path = self.folder / f"{name}.safetensors"
         dense = {key: x.contiguous() for key, x in tensors.items()}
-        said = {"fingerprint": self.fingerprint, "digest": _digest(dense)}
+        said = {"fingerprint": self.fingerprint, "digest": digests.of_tensors(dense)}
         with checks.folder_usable(self.folder), files.written(path) as staging:
             save_file(dense, staging, said)
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        _update(digest, name, tensors[name])
-    return digest.hexdigest()
 
 
 def _fingerprint(model: Any, batches: Sequence[Batch], settings: Settings) -> str:
@@ -104,20 +98,10 @@ def _fingerprint(model: Any, batches: Sequence[Batch], settings: Settings) -> st
     said = [FORMAT, type(model).__name__, config, settings]
     digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
     for name, module in attention_modules(model):
-        _update(digest, name, [getattr(module, key, None) for key in ("scaling", "head_dim", "is_causal")])
-    for name, tensor in (*model.state_dict().items(), *model.named_buffers()):
-        _update(digest, name, tensor)
+        digests.update(digest, name, [getattr(module, key, None) for key in ("scaling", "head_dim", "is_causal")])
+    digests.add_tensors(digest, model)
     for batch in batches:
         parts = (batch,) if isinstance(batch, Tensor) else batch
         for name, tensor in parts.items() if isinstance(parts, Mapping) else enumerate(parts):
-            _update(digest, str(name), tensor)
+            digests.update(digest, str(name), tensor)
     return digest.hexdigest()
-
-
-def _update(digest: Any, name: str, value: Any) -> None:
-    digest.update(name.encode())
-    if not isinstance(value, Tensor):
-        digest.update(repr(value).encode())
-        return
-    digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-    digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

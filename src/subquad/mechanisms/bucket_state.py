@@ -5,6 +5,7 @@ large and states are values, so new tokens wait in a short tail, which is writte
 rings are copied once in many tokens, and shared between states otherwise.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -131,9 +132,7 @@ def _append(sizes: Sizes, state: BucketState, k: Tensor, v: Tensor, names: Tenso
     """New tokens at the end of the tail, which is emptied into the rings where they would not fit."""
     waiting, new = int(state.waiting[0]), k.shape[2]
     if waiting + new > sizes.ring:
-        state = _write(sizes, state, state.tail_k, state.tail_v, state.tail_name)
-        absent = torch.full_like(state.tail_name, ABSENT)
-        state, waiting = state._replace(waiting=torch.zeros_like(state.waiting), tail_name=absent), 0
+        state, waiting = _emptied(sizes, state), 0
 
     def appended(tail: Tensor, x: Tensor) -> Tensor:
         return torch.cat([tail[:, :, :waiting], x, tail[:, :, waiting + new :]], 2)
@@ -144,6 +143,20 @@ def _append(sizes: Sizes, state: BucketState, k: Tensor, v: Tensor, names: Tenso
         tail_v=appended(state.tail_v, v),
         tail_name=appended(state.tail_name, names),
     )
+
+
+def _emptied(sizes: Sizes, state: BucketState) -> BucketState:
+    """The tail is in the rings, where its tokens are found as well."""
+    state = _write(sizes, state, state.tail_k, state.tail_v, state.tail_name)
+    absent = torch.full_like(state.tail_name, ABSENT)
+    return state._replace(waiting=torch.zeros_like(state.waiting), tail_name=absent)
+
+
+def join(sizes: Sizes, given: Sequence[BucketState]) -> BucketState:
+    """All sequences in one state. Their tails must be equally full: they are emptied, if they are not."""
+    if len({int(state.waiting[0]) for state in given}) > 1:
+        given = [_emptied(sizes, state) for state in given]
+    return BucketState(*(torch.cat(part) for part in zip(*given, strict=True)))
 
 
 def _attend(sizes: Sizes, scale: float, q: Tensor, own_block: Tensor, state: BucketState) -> Tensor:

@@ -7,7 +7,8 @@ neither later tokens nor padding move a border.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -134,6 +135,12 @@ class BucketMechanism(RandomFeatures, Mechanism):
             return out, bucket_state.remember(sizes, empty, k, v, k_bucket, key_mask)
         checks.no_transforms(q, k, v)
         return bucket_state.extend(sizes, self.scale, (q, k, v), (q_bucket, k_bucket), past, key_mask)
+
+    def join_states(self, states: Sequence[State]) -> State:
+        if not all(isinstance(state, BucketState) for state in states):  # `cluster` has others, too
+            return super().join_states(states)
+        sizes = bucket_state.Sizes(self.rounds, self.num_buckets, self.bucket_size)
+        return bucket_state.join(sizes, cast(Sequence[BucketState], states))
 
     def _checked(self, state: State, sizes: bucket_state.Sizes, k: Tensor, v: Tensor) -> BucketState:
         checked = states.state(self.name, state, BucketState, bucket_state.fields(sizes, k, v), k)

@@ -23,7 +23,8 @@ OURS = ("attention", "heads")  # entries of a part that are no options of its me
 class MixedAttention(Mechanism):
     """Each key head, and the query heads that share it, have the mechanism of their part.
 
-    If one part compares positions, rows of masked tokens are zero in all of them.
+    If one part compares positions, rows of masked tokens are zero in all of them. Every fact and every call is put
+    together from those of the parts, hence more methods than other mechanisms.
 
     Args:
         head_dim: D of the queries and keys.
@@ -86,6 +87,10 @@ class MixedAttention(Mechanism):
     def convex(self) -> bool:
         return all(part.convex for part in self.mechanisms())
 
+    @property
+    def supports_join(self) -> bool:
+        return all(part.supports_join for part in self.mechanisms())
+
     @classmethod
     def layer_options(cls, options: dict[str, Any], *, key_heads: int, max_length: int | None) -> dict[str, Any]:
         parts = checked_parts(options.get("parts"))
@@ -113,6 +118,11 @@ class MixedAttention(Mechanism):
         shares = zip(self._shares(q, k, v), pasts, strict=True)
         done = [part.extend(*qkv, past, key_mask=key_mask) for (part, *qkv), past in shares]
         return self._joined([out for out, _ in done], key_mask), joined_state(self.owners, [new for _, new in done])
+
+    def join_states(self, states: Sequence[State]) -> State:
+        by_part = zip(*(parts_of_state(self.owners, state) for state in states), strict=True)
+        joined = (part.join_states(cast(Any, given)) for part, given in zip(self.mechanisms(), by_part, strict=True))
+        return joined_state(self.owners, list(joined))
 
     def _shares(self, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
         """Each part with its heads of the tensors."""

@@ -4,12 +4,18 @@
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 def slots_of(index: Tensor, keep: Tensor, length: int) -> Tensor:
     """`index` where `keep`; else `length`, which is no slot."""
     return torch.where(keep, index, length)
+
+
+def fitted(x: Tensor, length: int) -> Tensor:
+    """x `[B, H, N, ...]` cut to `length` places, or with zeros behind."""
+    return F.pad(x, [0, 0] * (x.dim() - 3) + [0, length - x.shape[2]])
 
 
 def put(target: Tensor, x: Tensor, slots: Tensor) -> Tensor:

@@ -4,6 +4,9 @@ The past is cut into pages. Of each page, the extremes of its keys bound the pro
 best pages are found without looking into the others. Positions are counted in real tokens.
 """
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -172,3 +175,6 @@ class PagesAttention(Mechanism):
         pages_state.check(self.options, past)
         real = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
         return pages_state.extend(self.options, q, k, v, past, real)
+
+    def join_states(self, states: Sequence[State]) -> PagesState:
+        return pages_state.join(cast(Sequence[PagesState], states))

@@ -5,6 +5,7 @@ pages, which every state holds as a value of its own, are copied once in `window
 otherwise. Whatever waits is near to the newest token, and what it may choose from is stored.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from subquad.kernels.sparse.choice import Extremes, extremes
 from subquad.kernels.sparse.choice_operator import choose
 from subquad.kernels.sparse.torch import ABSENT_KEY
 from subquad.mechanism import masked_softmax
-from subquad.mechanisms.packing import pack, put, slots_of, unpack
+from subquad.mechanisms.packing import fitted, pack, put, slots_of, unpack
 from subquad.mechanisms.pages_parts import Keys, PagesOptions, attend, in_pages
 
 
@@ -62,6 +63,14 @@ def check(options: PagesOptions, state: PagesState) -> None:
     """That its counts fit together."""
     pages = state.page_k.shape[2]
     pages_checks.stored(state.length, state.stored, pages, options.page, options.room, options.sinks)
+
+
+def join(given: Sequence[PagesState]) -> PagesState:
+    """All sequences in one state, zeros behind the pages of shorter ones."""
+    most = int(torch.cat([state.stored for state in given]).max())
+    grows = ("page_k", "page_v", "high", "low")
+    level = (state._replace(**{name: fitted(getattr(state, name), most) for name in grows}) for state in given)
+    return PagesState(*(torch.cat(part) for part in zip(*level, strict=True)))
 
 
 def extend(

@@ -1,6 +1,7 @@
 """Exact softmax attention, by torch's own kernels: the yardstick."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -107,6 +108,13 @@ class SoftmaxAttention(Mechanism):
         seen = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new) & state.mask[:, None, None]
         return _masked(q, state.k, state.v, seen, state.mask, self.scale), state
 
+    def join_states(self, states: Sequence[State]) -> SoftmaxState:
+        """Padding stands before shorter sequences: all grow at one end, and are cut at the other."""
+        given = [_cut(cast(SoftmaxState, state)) for state in states]
+        longest = max(state.mask.shape[1] for state in given)
+        parts = zip(*(_padded(state, longest) for state in given), strict=True)
+        return SoftmaxState(*(torch.cat(part) for part in parts))
+
     def _with_past(self, k: Tensor, v: Tensor, mask: Tensor, state: State | None) -> tuple[Tensor, Tensor, Tensor]:
         if state is None:
             return k, v, mask
@@ -118,3 +126,15 @@ class SoftmaxAttention(Mechanism):
         }
         past_k, past_v, past_mask = states.state(self.name, state, SoftmaxState, fields, k)
         return torch.cat([past_k, k], 2), torch.cat([past_v, v], 2), torch.cat([past_mask, mask], 1)
+
+
+def _cut(state: SoftmaxState) -> SoftmaxState:
+    """Without the leading places where no sequence has a token."""
+    first = int((state.mask.any(0).cumsum(0) == 0).sum())
+    return SoftmaxState(state.k[:, :, first:], state.v[:, :, first:], state.mask[:, first:])
+
+
+def _padded(state: SoftmaxState, length: int) -> SoftmaxState:
+    before = length - state.mask.shape[1]
+    k, v = (F.pad(x, (0, 0, before, 0)) for x in (state.k, state.v))
+    return SoftmaxState(k, v, F.pad(state.mask, (before, 0)))

@@ -1,5 +1,8 @@
 """The factorised patterns of the Sparse Transformer: a query sees near tokens, and columns that reach all others."""
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -147,3 +150,6 @@ class StridedAttention(Mechanism):
         states.lengths_kept(self.name, past.length, *strided_state.room(self.options, past))
         real = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
         return strided_state.extend(self.options, q, k, v, past, real)
+
+    def join_states(self, states: Sequence[State]) -> StridedState | FixedState:
+        return strided_state.join(self.options, cast("Sequence[StridedState | FixedState]", states))

@@ -4,6 +4,7 @@ New tokens are lined up so that blocks begin at multiples of the stride again; t
 but to kept keys too. A single token gathers the keys it sees.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from subquad.checks import states
 from subquad.kernels.sparse.lines import padded
 from subquad.kernels.sparse.torch import ABSENT_KEY
 from subquad.mechanism import masked_softmax
-from subquad.mechanisms.packing import pack, put, slots_of, unpack
+from subquad.mechanisms.packing import fitted, pack, put, slots_of, unpack
 from subquad.mechanisms.strided_parts import (
     StridedOptions,
     in_blocks,
@@ -72,6 +73,17 @@ def room(options: StridedOptions, state: StridedState | FixedState) -> tuple[int
         return state.k.shape[2], "its keys"
     blocks = state.summary_k.shape[2] // options.summary
     return (blocks + 1) * options.stride - 1, "its summaries and its block"
+
+
+def join(options: StridedOptions, given: Sequence[StridedState | FixedState]) -> StridedState | FixedState:
+    """All sequences in one state; what grows begins at their first tokens, so shorter ones have zeros behind."""
+    length = torch.cat([state.length for state in given])
+    most = int(length.max())
+    if options.summary:
+        most = most // options.stride * options.summary
+    grows = ("summary_k", "summary_v") if options.summary else ("k", "v")
+    level = (state._replace(**{name: fitted(getattr(state, name), most) for name in grows}) for state in given)
+    return type(given[0])(*(torch.cat(part) for part in zip(*level, strict=True)))
 
 
 def extend(

@@ -1,15 +1,19 @@
 """What `generate()` keeps between tokens: the states of the mechanisms, of constant size where they are."""
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from subquad.checks import count
 from subquad.checks import models as checks
 from subquad.mechanism import State, reorder_state, state_bytes
 from subquad.nn import LayerState
+
+SomeCache = TypeVar("SomeCache", bound="SubquadCache")
 
 
 class StateLayer(CacheLayerMixin):
@@ -25,6 +29,10 @@ class StateLayer(CacheLayerMixin):
     def set(self, state: State | LayerState, new_tokens: int) -> None:
         self.state, self.tokens = state, self.tokens + new_tokens
         self.is_initialized = True
+
+    def take(self, other: "StateLayer") -> None:
+        """From now on the same state as another layer, whatever happens to that one."""
+        self.state, self.tokens, self.is_initialized = other.state, other.tokens, other.is_initialized
 
     def get_seq_length(self) -> int:
         return self.tokens
@@ -87,6 +95,32 @@ class SubquadCache(Cache):
         real = torch.ones(batch, new, dtype=torch.bool, device=device) if key_mask is None else key_mask
         self.length = before + real.sum(-1)
         return (before[:, None] + real.cumsum(-1) - 1).clamp(min=0)
+
+    def snapshot(self: SomeCache) -> SomeCache:
+        """The cache as it is now, which later tokens do not change. All tensors are shared: they are only replaced."""
+        new = type(self)(len(self.layers))
+        new.restore(self)
+        return new
+
+    def restore(self, kept: "SubquadCache") -> None:
+        """Takes back all tokens since `kept`, a snapshot; that stays good for another time."""
+        checks.like_this_cache(self, kept)
+        for layer, old in zip(self.layers, kept.layers, strict=True):
+            layer.take(old)
+        self.length = kept.length
+
+    def fork(self: SomeCache, copies: int) -> SomeCache:
+        """Another cache that has each sequence `copies` times, side by side: one prompt, many continuations."""
+        count("fork", "copies", copies)
+        new = self.snapshot()
+        new.batch_repeat_interleave(copies)
+        return new
+
+    def select(self: SomeCache, rows: Sequence[int] | Tensor) -> SomeCache:
+        """Another cache, of these sequences only, in this order."""
+        new = self.snapshot()
+        new.batch_select_indices(torch.as_tensor(rows, dtype=torch.int64))
+        return new
 
     def nbytes(self) -> int:
         """Memory of all states."""

@@ -18,6 +18,7 @@ from subquad.testing.numbers import (
 )
 from subquad.testing.states import (
     extend_equals_forward,
+    joined_states_go_on_alone,
     masked_extend_equals_forward,
     state_does_not_grow,
     states_are_values,
@@ -281,5 +282,6 @@ STATE_CHECKS: tuple[Check, ...] = (
     masked_extend_equals_forward,
     states_are_values,
     state_does_not_grow,
+    joined_states_go_on_alone,
 )
 SLOW_CHECKS: tuple[Check, ...] = (gradcheck,)

@@ -56,3 +56,29 @@ def state_does_not_grow(mechanism: Mechanism) -> None:
         assert sizes[1] > sizes[0]
     else:
         assert sizes[0] == sizes[1], f"state grew from {sizes[0]} to {sizes[1]} bytes"
+
+
+def joined_states_go_on_alone(mechanism: Mechanism) -> None:
+    """States of sequences at different positions become one, and no longer than the longest of them needs."""
+    if not mechanism.supports_join:
+        return
+    lengths, more = (3, 260, 12), 25
+    inputs = [make_inputs(mechanism, length + more, seed=length) for length in lengths]
+    parts = []
+    for number, (x, length) in enumerate(zip(inputs, lengths, strict=True)):  # in pieces that differ
+        _, first = mechanism.extend(*x.tokens(0, length - number))
+        parts.append(mechanism.extend(*x.tokens(length - number, length), first)[1] if number else first)
+    state, at = mechanism.join_states(parts), 0
+    for size in (1, 7, *[1] * (more - 8)):
+        tokens = [x.tokens(length + at, length + at + size) for x, length in zip(inputs, lengths, strict=True)]
+        q, k, v = (torch.cat(some) for some in zip(*tokens, strict=True))
+        out, state = mechanism.extend(q, k, v, state)
+        for number, some in enumerate(tokens):
+            want, parts[number] = mechanism.extend(*some, parts[number])
+            got = out[len(want) * number : len(want) * (number + 1)]
+            assert_close(got, want, exact(mechanism), f"joined at {lengths[number]} tokens, {at} later")
+        at += size
+    rest = [row for row in range(len(state[0])) if row // len(parts[0][0]) != 1]
+    kept = reorder_state(state, torch.tensor(rest))
+    smaller = state_bytes(mechanism.join_states([kept])) < state_bytes(kept)
+    assert smaller == mechanism.state_grows, "the state is as large as the sequence that was dropped"
