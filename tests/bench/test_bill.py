@@ -113,7 +113,8 @@ def test_far_fields_off_and_alone(model: Any, found: Bill) -> None:
         attention.append("mixed")
         options.append({"parts": made})
     swap_attention(alone, attention, layer_options=options)
-    for new, old in zip(far_fields(alone), far, strict=True):
+    made = [module for module in alone.modules() if isinstance(module, subquad.FavorAttention)]
+    for new, old in zip(made, far, strict=True):
         new.features.load_state_dict(old.features.state_dict(), strict=False)  # pyright: ignore[reportAttributeAccessIssue]
     want = torch.cat([by_hand(alone, text) for text in TEXTS]).mean()
     assert found.rows[FAR_ALONE]["perplexity"] == pytest.approx(math.exp(want), rel=1e-5)
@@ -232,6 +233,15 @@ def test_encoders() -> None:
     cosine = F.cosine_similarity(*means)
     assert found.rows[CONVERTED]["cosine"] == pytest.approx(cosine.mean().item(), rel=1e-5)
     assert found.rows[CONVERTED]["smallest_cosine"] == pytest.approx(cosine.min().item(), rel=1e-5)
+
+
+def test_features_alone_have_nothing_beside_them() -> None:
+    model = bert()
+    swap_attention(model, "favor", num_features=8, near=0, sinks=0)
+    batches = [{"input_ids": random_ids(4, 30), "attention_mask": torch.ones(4, 30, dtype=torch.long)}]
+    rows = Biller(model, {}, None).sequences(batches, 1, progress=False).rows
+    assert list(rows) == [EXACT, CONVERTED, FAR_ALONE, NOTHING]
+    assert rows[FAR_ALONE] == rows[CONVERTED] != rows[NOTHING]
 
 
 def test_masked_tokens_are_guessed() -> None:

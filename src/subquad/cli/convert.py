@@ -32,10 +32,7 @@ def convert(
     kinds: Annotated[
         str, typer.Option(help="What key heads may become, comma-separated: window, features, pages, exact.")
     ] = "",
-    copying: Annotated[
-        float,
-        typer.Option(help="Nats of text that are worth a nat where held-out texts are read again; 0: copying is not."),
-    ] = 0.03,
+    copying: Annotated[float, typer.Option(help="Nats of text that a nat is worth where texts are read again.")] = 0.03,
     steps: Annotated[int, typer.Option(help="Of fitting features, in each layer.")] = 100,
     seed: Annotated[int, typer.Option(help="Of the features.")] = 0,
 ) -> int:

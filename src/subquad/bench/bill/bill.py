@@ -12,7 +12,7 @@ from torch import Tensor
 
 from subquad import files
 from subquad.bench.bill.masked import Encoded, accuracy, cosines, encoded, neighbours_kept
-from subquad.bench.bill.rows import CONVERTED, EXACT, FAR_ALONE, NO_FAR, ROWS, SINKS, WINDOW, far_fields
+from subquad.bench.bill.rows import CONVERTED, EXACT, ROWS, SINKS, WINDOW, has_parts
 from subquad.bench.bill.speed import cache_bytes, costs
 from subquad.bench.bill.texts import (
     compared,
@@ -89,7 +89,7 @@ class Biller:
         """Those that are not known yet and that mean something."""
         for number, row in enumerate(ROWS):
             tell(row, number, len(ROWS))
-            if row not in self.bill.rows and (far_fields(self.model) or row not in (NO_FAR, FAR_ALONE)):
+            if row not in self.bill.rows and has_parts(self.model, row):
                 yield row
 
     def _keep(self) -> None:

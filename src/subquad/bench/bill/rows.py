@@ -101,8 +101,17 @@ ROWS: dict[str, Callable[[Any, int], AbstractContextManager[None]]] = {
 }
 
 
+def has_parts(model: Any, row: str) -> bool:
+    """Whether the model has what the row is about: far fields, and something beside them."""
+    if row == FAR_ALONE:
+        return any(isinstance(module, FavorAttention) for module in model.modules())
+    return row != NO_FAR or bool(far_fields(model))
+
+
 def far_fields(model: Any) -> list[FavorAttention]:
-    return [module for module in model.modules() if isinstance(module, FavorAttention)]
+    """Layers that have something beside it, and do without."""
+    favor = [module for module in model.modules() if isinstance(module, FavorAttention)]
+    return [layer for layer in favor if layer.options.near or layer.options.sinks]
 
 
 def _parts(mechanism: Mechanism) -> list[Mechanism]:
