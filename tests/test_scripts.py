@@ -17,11 +17,11 @@ import torch
 from PIL import Image
 
 from subquad import cli
-from subquad.bench.real_heads import RealModel
+from subquad.bench.real_heads import RealModel, Sizes
 from subquad.bench.recall.measure import Plan
 from subquad.bench.recall.rows import Shape
 from subquad.kernels.cpu import library
-from tiny_heads import llama
+from tiny_heads import bert, llama
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKED = ("sdpa", "identity", "linear", "favor", "favor-paper")  # the last three with both engines
@@ -175,6 +175,27 @@ def test_conversion_in_miniature(
     before = (tmp_path / "conversion.json").read_text()
     module.main()  # nothing is left to do
     assert (tmp_path / "conversion.json").read_text() == before
+
+
+def test_encoders_in_miniature(
+    benchmark: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(name: str, sizes: Any) -> RealModel:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, 23, (sizes.fit + sizes.test, sizes.length), generator=generator)
+        batches = [{"input_ids": row[None]} for row in ids]
+        return RealModel(name, name, bert().float(), batches[: sizes.fit], batches[sizes.fit :], 16)
+
+    models = {"minilm": (Sizes(2, 4, 120), {"window": 32, "steps": 1})}
+    module = benchmark("encoders", [str(tmp_path)], load_model=load, MODELS=models, FEATURES=8)
+    module.main()
+    found = json.loads((tmp_path / "encoders.json").read_text())["results"]["minilm"]
+    assert found["rows"]["exact"]["cosine"] == pytest.approx(1)
+    assert found["options"] == {"window": 32, "steps": 1, "num_features": 8}
+    assert "neighbours kept" in capsys.readouterr().out
+    before = (tmp_path / "encoders.json").read_text()
+    module.main()  # nothing is left to do
+    assert (tmp_path / "encoders.json").read_text() == before
 
 
 def test_image_memory_in_miniature(
