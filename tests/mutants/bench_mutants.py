@@ -132,9 +132,16 @@ BENCH = (
     Mutant(
         "bill: what is known is measured again",
         "bench/bill/bill.py",
-        "row not in self.bill.rows and (",
-        "(",
+        "if row not in self.bill.rows and has_parts(self.model, row):",
+        "if has_parts(self.model, row):",
         "tests/bench/test_bill.py -k measured_again",
+    ),
+    Mutant(
+        "bill: what has nothing beside its features is asked without them",
+        "bench/bill/rows.py",
+        "return [layer for layer in favor if layer.options.near or layer.options.sinks]",
+        "return favor",
+        "tests/bench/test_bill.py -k nothing_beside",
     ),
     Mutant(
         "bill: the slowest token",
