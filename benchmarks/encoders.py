@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import subquad
-from subquad.bench.bill import Biller, plan_of
+from subquad.bench.bill import Biller, Vocabulary, plan_of
 from subquad.bench.real_heads import Sizes, antiberty_vocabulary, load_model
 from subquad.bench.records import machine
 from subquad.files import write_text
@@ -48,12 +48,15 @@ def main() -> None:
 def measured(name: str, folder: Path) -> dict[str, Any]:
     sizes, how = MODELS[name]
     real = load_model(name, sizes=sizes)
-    mask = antiberty_vocabulary()["[MASK]"] if name == "antiberty" else None
+    vocabulary = Vocabulary(None)
+    if name == "antiberty":
+        tokens = antiberty_vocabulary()
+        vocabulary = Vocabulary(tokens["[MASK]"], tuple(i for token, i in tokens.items() if token.startswith("[")))
     report = subquad.convert(real.model, real.fit, num_features=FEATURES, folder=folder / name, **how)
     print(report)
     plan = plan_of(real.model, [batch["input_ids"] for batch in real.test])
     batches = [with_mask(batch) for batch in real.test]
-    found = Biller(real.model, plan, None).sequences(batches, mask, progress=True)
+    found = Biller(real.model, plan, None).sequences(batches, vocabulary, progress=True)
     expected = {"expected": report.nats, "measured": report.measured.nats}
     return {"sizes": sizes._asdict(), "options": how | {"num_features": FEATURES}, **expected, "rows": found.rows}
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import subquad
-from subquad.bench.bill import ROWS, Bill, Biller, plan_of
+from subquad.bench.bill import ROWS, Bill, Biller, Vocabulary, plan_of
 from subquad.bench.bill.masked import accuracy, cosines, encoded, neighbours_kept
 from subquad.bench.bill.rows import CONVERTED, EXACT, FAR_ALONE, NO_FAR, NOTHING, WINDOW, far_fields
 from subquad.bench.bill.texts import compared, copy_distances, copying, losses, passkey
@@ -195,7 +195,9 @@ def test_a_number_is_told_and_asked_for(off: int, rightly: bool) -> None:
             return SimpleNamespace(logits=self.head(F.one_hot(ids.roll(back - 1, 1), 23).float()))
 
     share = passkey(Copies(), Letters(), TEXTS[0], distance)
+    assert share is not None
     assert share == 1 if rightly else share < 0.5
+    assert passkey(Copies(), Letters(), TEXTS[0], 60) is None  # telling and asking take more
 
 
 def test_what_is_known_is_not_measured_again(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +225,7 @@ def test_encoders() -> None:
     mask = torch.ones_like(ids)
     mask[1, 40:] = 0
     batches = [{"input_ids": ids, "attention_mask": mask}]
-    found = Biller(model, plan_of(model, [ids]), None).sequences(batches, 1, progress=False)
+    found = Biller(model, plan_of(model, [ids]), None).sequences(batches, Vocabulary(1), progress=False)
     assert found.rows[EXACT]["cosine"] == pytest.approx(1)
     assert found.rows[EXACT]["neighbours_kept"] == 1
     assert WINDOW not in found.rows
@@ -239,7 +241,7 @@ def test_features_alone_have_nothing_beside_them() -> None:
     model = bert()
     swap_attention(model, "favor", num_features=8, near=0, sinks=0)
     batches = [{"input_ids": random_ids(4, 30), "attention_mask": torch.ones(4, 30, dtype=torch.long)}]
-    rows = Biller(model, {}, None).sequences(batches, 1, progress=False).rows
+    rows = Biller(model, {}, None).sequences(batches, Vocabulary(1), progress=False).rows
     assert list(rows) == [EXACT, CONVERTED, FAR_ALONE, NOTHING]
     assert rows[FAR_ALONE] == rows[CONVERTED] != rows[NOTHING]
 
@@ -247,11 +249,14 @@ def test_features_alone_have_nothing_beside_them() -> None:
 def test_masked_tokens_are_guessed() -> None:
     model, ids = bert(), random_ids(4, 60)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    one = encoded(model, [batch], mask_token=1)
+    one = encoded(model, [batch], Vocabulary(1))
     assert 15 < len(one.truth) < 60
     assert accuracy(one) == (one.guesses == one.truth).double().mean().item()
-    assert accuracy(encoded(model, [batch], mask_token=None)) is None
+    assert accuracy(encoded(model, [batch], Vocabulary(None))) is None
     assert cosines(one, one).tolist() == pytest.approx([1] * 4)
     assert neighbours_kept(one._replace(means=one.means[:2]), one._replace(means=one.means[:2])) is None
+    without = encoded(model, [batch], Vocabulary(1, (3, 5)))
+    assert 0 < len(without.truth) < len(one.truth)
+    assert not set(without.truth.tolist()) & {3, 5}
     means = torch.tensor([[1.0, 0], [0.9, 0.1], [0, 1], [0.1, 0.9]])
     assert neighbours_kept(one._replace(means=means), one._replace(means=means[[0, 2, 1, 3]])) == 0

@@ -41,12 +41,14 @@ def test_it_foretells_how_predictions_change(layer: int, second_half: bool) -> N
     """
     model, ids, name = llama(), random_ids(64, 24), f"model.layers.{layer}.self_attn"
     first = 12 if second_half else 0
-    cost = sensitivity(model, [ids] * 10, seed=0, tell=silent, second_half=second_half)[name].double()
+    cost = sensitivity(model, [ids] * (20 if second_half else 10), seed=0, tell=silent, second_half=second_half)[
+        name
+    ].double()
     exact = perturbed(model, name, torch.zeros(1, dtype=torch.float64), ids)
     generator = torch.Generator().manual_seed(1)
     for head in range(4):
         measured, foretold = 0.0, 0.0
-        for _ in range(8):
+        for _ in range(16 if second_half else 8):  # as many tokens
             error = torch.zeros(64, 4, 24, 4, dtype=torch.float64)
             error[:, head, first:] = 1e-3 * torch.randn(64, 24 - first, 4, generator=generator, dtype=torch.float64)
             other = perturbed(model, name, error, ids)

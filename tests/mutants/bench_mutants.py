@@ -158,6 +158,20 @@ BENCH = (
         "tests/bench/test_bill.py -k encoders",
     ),
     Mutant(
+        "bill: special tokens are guessed, too",
+        "bench/bill/masked.py",
+        "chosen &= ~torch.isin(",
+        "chosen |= torch.isin(",
+        "tests/bench/test_bill.py -k guessed",
+    ),
+    Mutant(
+        "bill: a number that is nearer than said",
+        "bench/bill/texts.py",
+        "if told.shape[1] + asked.shape[1] > distance:",
+        "if told.shape[1] > distance + 1000:",
+        "tests/bench/test_bill.py -k told_and_asked",
+    ),
+    Mutant(
         "bill: a sequence is its own neighbour",
         "bench/bill/masked.py",
         ".fill_diagonal_(-2)",

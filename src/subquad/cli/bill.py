@@ -42,7 +42,7 @@ def bill(
     """
     from rich.console import Console
 
-    from subquad.bench.bill import Biller, plan_of
+    from subquad.bench.bill import Biller, Vocabulary, plan_of
     from subquad.cli.common import batched, cut_sequences, load_model, prepare_json, say
     from subquad.conversion.saved import is_swapped
 
@@ -62,7 +62,11 @@ def bill(
     else:
         some = _spread(sequences, num)
         biller = Biller(loaded.model, plan_of(loaded.model, some), output)
-        found = biller.sequences(batched(some), loaded.tokenizer.mask_token_id, progress=True)
+        found = biller.sequences(
+            batched(some),
+            Vocabulary(loaded.tokenizer.mask_token_id, tuple(loaded.tokenizer.all_special_ids)),
+            progress=True,
+        )
     console = Console()
     for table in tables(found, causal=loaded.causal):
         console.print(table)
@@ -108,7 +112,7 @@ def _memory(found: "Bill") -> "Table":
     table = _table("What it remembers, by the tokens since then", "", *columns)
     for name, row in found.rows.items():
         copies = [_number(x) for x in row["copy"].values()]
-        table.add_row(name, *copies, *(f"{100 * x:.0f} %" for x in row["passkey"].values()))
+        table.add_row(name, *copies, *("-" if x is None else f"{100 * x:.0f} %" for x in row["passkey"].values()))
     return table
 
 

@@ -1,6 +1,5 @@
 """The bill: what a conversion costs, what it saves, and what became of every head; kept as soon as it is known."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from subquad import files
-from subquad.bench.bill.masked import Encoded, accuracy, cosines, encoded, neighbours_kept
+from subquad.bench.bill.masked import Encoded, Vocabulary, accuracy, cosines, encoded, neighbours_kept
 from subquad.bench.bill.rows import CONVERTED, EXACT, ROWS, SINKS, WINDOW, has_parts
 from subquad.bench.bill.speed import cache_bytes, costs
 from subquad.bench.bill.texts import (
@@ -27,6 +26,7 @@ from subquad.bench.bill.texts import (
 from subquad.bench.records import machine
 from subquad.checks import diagnostics as checks
 from subquad.conversion.swap import attention_modules
+from subquad.models import digests
 from subquad.recording.progress import Tell, telling
 
 PROMPT, SAID = 256, 40  # tokens of the text that is gone on with, and of what is said
@@ -73,15 +73,15 @@ class Biller:
                     self._keep()
         return self.bill
 
-    def sequences(self, batches: Sequence[dict[str, Tensor]], mask_token: int | None, progress: bool | Tell) -> Bill:
+    def sequences(self, batches: Sequence[dict[str, Tensor]], vocabulary: Vocabulary, progress: bool | Tell) -> Bill:
         """Of a model that looks both ways."""
         with ROWS[EXACT](self.model, 0):
-            exact = encoded(self.model, batches, mask_token)
+            exact = encoded(self.model, batches, vocabulary)
         with telling(progress) as tell:
             for row in self._rows(tell):
                 if row != WINDOW:  # there is no state whose memory could be equal
                     with ROWS[row](self.model, 0):
-                        self.bill.rows[row] = _encoded_row(encoded(self.model, batches, mask_token), exact)
+                        self.bill.rows[row] = _encoded_row(encoded(self.model, batches, vocabulary), exact)
                     self._keep()
         return self.bill
 
@@ -173,14 +173,9 @@ def _words(part: Record) -> str:
 
 def plan_of(model: Any, texts: Sequence[Tensor]) -> Record:
     """What makes two bills the same: weights, mechanisms and texts."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    digest.update(json.dumps([model.config.attention, model.config.attention_options], sort_keys=True).encode())
-    read = hashlib.sha256(b"".join(text.cpu().numpy().tobytes() for text in texts))
+    read = digests.of_tensors({str(number): text for number, text in enumerate(texts)})
     sizes = [list(text.shape) for text in texts]
-    return {"model": digest.hexdigest(), "texts": read.hexdigest(), "sizes": sizes}
+    return {"model": digests.of_model(model), "texts": read, "sizes": sizes}
 
 
 def _kept(path: Path | None, plan: Record) -> Bill | None:

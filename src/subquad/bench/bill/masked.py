@@ -12,6 +12,14 @@ from subquad.recording.stream import evaluating
 SHARE = 0.15  # of the tokens are masked
 
 
+class Vocabulary(NamedTuple):
+    """mask: the token that stands for a masked one, None if there is none. special: tokens that are not worth a guess:
+    they stand where they always stand."""
+
+    mask: int | None
+    special: tuple[int, ...] = ()
+
+
 class Encoded(NamedTuple):
     """guesses `[N]`: tokens, empty without a language model; truth `[N]`; means `[S, E]`, of each sequence."""
 
@@ -21,7 +29,7 @@ class Encoded(NamedTuple):
 
 
 @torch.no_grad()
-def encoded(model: Any, batches: Sequence[dict[str, Tensor]], mask_token: int | None) -> Encoded:
+def encoded(model: Any, batches: Sequence[dict[str, Tensor]], vocabulary: Vocabulary) -> Encoded:
     guesses, truth, means = [], [], []
     generator = torch.Generator().manual_seed(0)
     with evaluating(model):
@@ -30,9 +38,10 @@ def encoded(model: Any, batches: Sequence[dict[str, Tensor]], mask_token: int | 
             body = getattr(model, model.base_model_prefix, model)
             hidden = body(**batch).last_hidden_state
             means.append((hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True))
-            if mask_token is not None and model.get_output_embeddings() is not None:
+            if vocabulary.mask is not None and model.get_output_embeddings() is not None:
                 chosen = (torch.rand(ids.shape, generator=generator) < SHARE) & real
-                logits = model(**{**batch, "input_ids": ids.masked_fill(chosen, mask_token)}).logits
+                chosen &= ~torch.isin(ids, torch.tensor(vocabulary.special, dtype=ids.dtype))
+                logits = model(**{**batch, "input_ids": ids.masked_fill(chosen, vocabulary.mask)}).logits
                 guesses.append(logits[chosen].argmax(-1))
                 truth.append(ids[chosen])
     empty = [torch.zeros(0, dtype=torch.long)]

@@ -101,10 +101,10 @@ def copying(model: Any, texts: Sequence[Tensor], distance: int) -> float:
 
 
 @torch.no_grad()
-def passkey(model: Any, tokenizer: Any, text: Tensor, distance: int) -> float:
+def passkey(model: Any, tokenizer: Any, text: Tensor, distance: int) -> float | None:
     """How much of a number that stood `distance` tokens ago in real text is told rightly, of its tokens.
 
-    text `[1, T]`: what stands around it. Chance is about a tenth.
+    text `[1, T]`: what stands around it. Chance is about a tenth. None if the words take more tokens.
     """
     right = total = 0
     for number in range(PASSKEYS):
@@ -112,8 +112,10 @@ def passkey(model: Any, tokenizer: Any, text: Tensor, distance: int) -> float:
         told = _ids(tokenizer, f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n")
         asked = _ids(tokenizer, "\nWhat is the pass key? The pass key is")
         answer = _ids(tokenizer, f" {key}")
+        if told.shape[1] + asked.shape[1] > distance:
+            return None
         first = number * (text.shape[1] - distance) // PASSKEYS
-        between = text[:, first : first + max(0, distance - told.shape[1] - asked.shape[1])]
+        between = text[:, first : first + distance - told.shape[1] - asked.shape[1]]
         before = text[:, :first][:, -64:]
         given = torch.cat([before, told, between, asked, answer], 1)
         with evaluating(model), last_words(model, answer.shape[1] + 1):
